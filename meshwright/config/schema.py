@@ -1,0 +1,216 @@
+"""The typed tree of everything a run can be told. No torch here: `--help` and `--dry-run` must stay quick.
+
+Every section is frozen and refuses unknown keys. Units are in the field descriptions, which also feed the JSON schema.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Positive = Annotated[float, Field(gt=0.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class RunConfig(Section):
+    dir: str = Field("runs/default", description="Run folder: config, plan, metrics, report, logs, checkpoints.")
+    seed: Natural = Field(0, description="Seed of weights, data order, dropout and masking.")
+    modules: list[str] = Field([], description="Python files to load first; they may register models and objectives.")
+
+
+class RopeScaling(Section):
+    """Position scaling as Hugging Face writes it (`rope_type` and its numbers); an unknown type is refused."""
+
+    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    factor: Positive = 1.0
+    original_max_position_embeddings: Count | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    beta_fast: Positive | None = None
+    beta_slow: Positive | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+
+
+class ModelConfig(Section):
+    """A model by numbers; `recipe` fills them, and a number given beside it wins."""
+
+    recipe: str | None = Field(None, description="Name of a shipped recipe, e.g. llama-3-8b, bert-base, debug.")
+    arch: str = Field("decoder", description="decoder, encoder, or a name registered by a file of run.modules.")
+    layers: Count = 4
+    width: Count = Field(256, description="Hidden size.")
+    heads: Count = 4
+    kv_heads: Count | None = Field(None, description="Key/value heads; default: heads.")
+    head_dim: Count | None = Field(None, description="Default: width / heads.")
+    ffn: Count = Field(1024, description="Width of the feed-forward layer.")
+    vocab: Count | None = Field(None, description="Rows of the embedding; default: the tokenizer's size.")
+    max_len: Count = Field(2048, description="Longest sequence; the length of learned position tables.")
+    positions: Literal["rope", "learned", "none"] = "rope"
+    position_offset: Natural = Field(0, description="First row used of a learned position table (RoBERTa: 2).")
+    rope_theta: Positive = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: Positive = 1e-5
+    norm_order: Literal["pre", "post"] = "pre"
+    final_norm: bool = True
+    embed_norm: bool = Field(False, description="Norm right after the embedding sum (BERT).")
+    token_types: Natural = Field(0, description="Rows of the token-type table (BERT: 2); 0 is none.")
+    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu"] = "swiglu"
+    qkv_bias: bool = False
+    attention_bias: bool = Field(False, description="Bias of the attention output projection.")
+    mlp_bias: bool = False
+    qk_norm: bool = Field(False, description="RMS norm over each head of queries and keys (Qwen 3).")
+    sliding_window: Count | None = Field(None, description="Keys each query sees, itself included.")
+    tied: bool = Field(False, description="Output matrix is the embedding matrix.")
+    head_bias: bool = False
+    head_transform: bool = Field(False, description="Dense, activation and norm before the output matrix (BERT's MLM head).")
+    head_dropout: Fraction | None = Field(None, description="Dropout before the classifier; default: dropout.")
+    classes: Count | None = Field(None, description="Labels of a classification head; default: those found in the data.")
+    pooler: bool = Field(True, description="Dense + tanh over the first position before the classifier (BERT).")
+    dropout: Fraction = Field(0.0, description="Dropout on embeddings and on each residual branch.")
+    attention_dropout: Fraction = 0.0
+    init_std: Positive = 0.02
+    init_depth_scaled: bool = Field(True, description="Divide the std of residual output projections by sqrt(2 * layers).")
+    options: dict[str, Any] = Field({}, description="Free settings of a registered architecture.")
+
+
+class Source(Section):
+    path: str = Field(..., description="File, folder or glob; 'embedded' is the text found on this machine; or a prepared folder.")
+    weight: Positive | None = Field(None, description="Share of the samples in a blend; all sources or none carry one.")
+    format: Literal["auto", "txt", "jsonl", "parquet", "csv"] = "auto"
+    text_key: str = "text"
+    label_key: str | None = None
+    encoding: str = Field("utf-8", description="utf-8, gbk, gb18030, ..., or auto (per file, counted and reported).")
+
+
+class TokenizerConfig(Section):
+    path: str | None = Field(None, description="tokenizer.json, a folder with one, or a SentencePiece .model file.")
+    vocab: Count = Field(8192, description="Size of the byte-level BPE trained on the corpus when no path is given.")
+    sample_bytes: Count = Field(64 * 2**20, description="Bytes of text read to train it.")
+
+
+class DataConfig(Section):
+    train: list[Source] = Field([Source(path="embedded")], description="Corpora; several make a blend.")
+    valid: list[Source] = Field([], description="Held-out corpora; empty: a share of the training documents.")
+    valid_fraction: Fraction = Field(0.01, description="Share of the documents held out when valid is empty.")
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    seq_len: Count = Field(512, description="Tokens a row.")
+    packing: Literal["stream", "none"] = Field("stream", description="stream: rows are cut from the concatenated documents; none: a document starts a row.")
+    document_mask: bool = Field(True, description="Attention stays inside a document of a packed row.")
+    on_bad_row: Literal["stop", "skip"] = Field("stop", description="Malformed rows: stop, or skip and count.")
+    cache: str | None = Field(None, description="Folder for prepared shards; default: data/ of the run folder.")
+    workers: Natural = Field(0, description="Processes that prepare; 0: one a core.")
+    prefetch: Natural = Field(4, description="Micro-batches made ahead on a background thread; 0: none.")
+
+
+class ObjectiveConfig(Section):
+    kind: str = Field("causal_lm", description="causal_lm, masked_lm, classify, or a registered name.")
+    label_smoothing: Fraction = 0.0
+    z_loss: NonNegative = Field(0.0, description="Weight of logsumexp(logits)^2.")
+    mask_fraction: Fraction = Field(0.15, description="masked_lm: share of the tokens that are predicted.")
+    response_only: bool = Field(False, description="Rows have prompt and response; only response tokens are targets.")
+
+
+class OptimizerConfig(Section):
+    kind: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: Positive = 1e-8
+    momentum: Fraction = Field(0.0, description="sgd only.")
+    weight_decay: NonNegative = 0.1
+    no_decay: list[str] = Field(["bias", "norm", "embedding"], description="Parameters whose name has one of these words are not decayed.")
+
+
+class ScheduleConfig(Section):
+    kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    warmup: Natural = Field(0, description="Steps of linear warm-up.")
+    total: Count | None = Field(None, description="Steps the decay is laid out for; default: the steps of the run.")
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="Final learning rate over the peak.")
+    decay: Annotated[float, Field(gt=0, le=1)] = Field(0.2, description="wsd: share of the steps in the final decay.")
+
+
+class BatchRamp(Section):
+    start: Count = Field(..., description="Rows a step at the start.")
+    increment: Count = Field(..., description="Rows added each time.")
+    samples: Count = Field(..., description="Samples over which the ramp goes from start to train.batch.")
+
+
+class TrainConfig(Section):
+    batch: Count = Field(32, description="Global batch: rows a step over all ranks and micro-steps.")
+    micro_batch: Count | None = Field(None, description="Rows a forward on one rank; default: what the plan rule finds.")
+    ramp: BatchRamp | None = None
+    lr: Positive = 3e-4
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field("none", description="How lr follows batch / lr_batch.")
+    lr_batch: Count | None = Field(None, description="Global batch that lr was tuned for; needed by linear and sqrt.")
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    clip: NonNegative = Field(1.0, description="Largest global gradient norm; 0: off.")
+    ema: Fraction = Field(0.0, description="Decay of an averaged copy of the weights; 0: none.")
+    steps: Count | None = None
+    tokens: Count | None = Field(None, description="Stop after this many tokens.")
+    epochs: Positive | None = None
+    hours: Positive | None = None
+    tail: Literal["step", "drop"] = Field("step", description="Rows left at the end of an epoch: a smaller step, or dropped and counted.")
+    on_nonfinite: Literal["stop", "skip"] = Field("stop", description="A loss or norm that is not finite (outside fp16's own scaling).")
+    noise_scale: bool = Field(True, description="Measure the gradient noise scale and warn when the batch is far beyond it.")
+    sync_check: Natural = Field(0, description="Every N steps compare parameters across replicas; 0: never.")
+
+
+class LossScaleConfig(Section):
+    """fp16 only."""
+
+    initial: Positive = 65536.0
+    static: bool = False
+    growth: Positive = 2.0
+    backoff: Positive = 0.5
+    interval: Count = 1000
+    hysteresis: Count = 1
+    floor: Positive = 1.0
+
+
+class EvaluateConfig(Section):
+    every: Natural = Field(0, description="Steps between evaluations; 0: only at the end.")
+    rows: Natural = Field(0, description="Rows of the held-out set that are used; 0: all.")
+    patience: Natural = Field(0, description="Stop after this many evaluations without a better loss; 0: never.")
+    best: bool = Field(True, description="Keep the checkpoint with the best held-out loss.")
+
+
+class CheckpointConfig(Section):
+    every: Natural = Field(0, description="Steps between checkpoints; 0: only at the end.")
+    keep: Count = Field(2, description="Newest checkpoints kept, beside the best one.")
+    background: bool = Field(True, description="Write while training goes on.")
+
+
+class LogConfig(Section):
+    every: Count = Field(10, description="Steps between progress lines; metrics.jsonl has every step.")
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = "meshwright"
+    report: bool = True
+    sample: str | None = Field(None, description="Prompt whose continuation is printed at the end.")
+    sample_tokens: Count = 48
+
+
+class Config(Section):
+    """What to run. Values are resolved once, before any device is taken, and stored in the run folder."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    train: TrainConfig = TrainConfig()
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    compile: Literal["auto", "off", "eager", "inductor"] = Field("auto", description="auto: Inductor on GPUs, off on CPU; eager: aot_eager.")
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()

@@ -1,0 +1,81 @@
+"""A plan: how to run a config on a machine. JSON, hand-editable, recorded in every checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import Finding, LayoutError
+from meshwright.spec.layout import Layout
+
+__all__ = ["Plan"]
+
+_CHOICES = {
+    "precision": ("fp32", "fp64", "bf16", "fp16"),
+    "compile": ("off", "eager", "inductor"),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Layout and the knobs that change speed and memory but never the result (up to rounding).
+
+    micro_batch: rows a forward on one rank. bucket_mib: gradients reduced together, in MiB of the reduce dtype.
+    """
+
+    layout: Layout = field(default_factory=Layout)
+    micro_batch: int = 1
+    precision: str = "fp32"
+    compile: str = "off"
+    overlap: bool = True
+    bucket_mib: int = 32
+    reason: str = ""
+
+    def __post_init__(self) -> None:
+        findings = [
+            Finding(f"plan.{key}", f"{getattr(self, key)!r} is not one of {', '.join(choices)}")
+            for key, choices in _CHOICES.items()
+            if getattr(self, key) not in choices
+        ]
+        for key in ("micro_batch", "bucket_mib"):
+            value = getattr(self, key)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                findings.append(Finding(f"plan.{key}", f"{value!r} is not a whole number >= 1"))
+        if findings:
+            raise LayoutError(findings=findings)
+
+    def accumulation(self, rows: int) -> int:
+        """Micro-steps for a global batch of `rows`: every data rank runs the same number, the last ones may be padded."""
+        per_rank = -(-rows // self.layout.dp)
+        return max(1, -(-per_rank // self.micro_batch))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], where: str = "plan") -> Plan:
+        """Raises LayoutError that names every unknown key."""
+        known = {f.name for f in fields(cls)}
+        layout_known = {f.name for f in fields(Layout)}
+        layout = data.get("layout", {})
+        if not isinstance(data, dict) or not isinstance(layout, dict):
+            raise LayoutError(findings=[Finding(where, "a plan is a JSON object with a layout object inside")])
+        unknown = [k for k in data if k not in known] + [f"layout.{k}" for k in layout if k not in layout_known]
+        if unknown:
+            raise LayoutError(findings=[Finding(where, f"unknown key {k!r}", f"Known: {', '.join(sorted(known))}") for k in unknown])
+        return cls(**{**data, "layout": Layout(**layout)})
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise LayoutError(findings=[Finding(str(path), f"cannot be read: {error.strerror}")]) from None
+        except ValueError as error:
+            raise LayoutError(findings=[Finding(str(path), f"is not JSON: {error}")]) from None
+        return cls.from_dict(data, where=str(path))

@@ -1,0 +1,76 @@
+"""The `meshwright` command. One file a command; a command's module is imported only when that command is called."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+__all__ = ["main"]
+
+COMMANDS = {
+    "train": "Train a model: text in, checkpoints and a report out.",
+    "evaluate": "Loss, perplexity and accuracy of a run on other data.",
+    "generate": "Continue a prompt with a trained model.",
+    "prepare": "Turn text into token shards.",
+    "convert": "Hugging Face weights to ours and back, compared.",
+    "report": "Write report.html of a run again.",
+    "devices": "What this machine has.",
+    "doctor": "Check this machine and say what to mend.",
+}
+
+
+def _usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = ["Usage: meshwright COMMAND [ARGS...]", "", "Commands:"]
+    lines += [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    lines += ["", "Example: meshwright train examples/quickstart.yaml", "Each command has --help with an example."]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command. Returns the exit code: 0 success, 2 the user's mistake, 1 a failure of ours, 130 Ctrl-C."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"meshwright {version('meshwright')}")
+        return 0
+    if args[0] not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        print(f"meshwright: there is no command {args[0]!r}.{hint}\n\n{_usage()}", file=sys.stderr)
+        return 2
+    return _run(args[0], args[1:])
+
+
+def _run(name: str, args: list[str]) -> int:
+    import click
+    import typer
+
+    from meshwright.errors import MeshwrightError
+
+    app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    try:
+        importlib.import_module(f"meshwright.cli.{name}").register(app)
+        result = typer.main.get_command(app)(args=args, prog_name=f"meshwright {name}", standalone_mode=False)
+        return int(result or 0)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except MeshwrightError as error:
+        print(f"meshwright {name}: {error}", file=sys.stderr)
+        return error.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print(f"meshwright {name}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away; Python would complain at exit
+        return 0

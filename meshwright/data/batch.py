@@ -22,6 +22,8 @@ class Batch:
     documents   int32 [B, S] index of the document within its row, from 0, never falling; -1 on padding.
                 None: every row is one whole document (plain attention, no padding).
     positions   int64 [B, S] offset inside the document; None: 0..S-1
+    cu_seqlens  int32 [N+1] document boundaries over the B*S flattened tokens (padding runs count as documents), padded
+                with B*S to a power of two so that shapes repeat; present exactly when `documents` is
     samples     int64 [B] global sample number of each row (the consumed-sample counter); -1 on padded rows.
                 Dropout and masking are drawn from it, so that they do not depend on the layout.
     select      int64 [B, K] positions whose hidden state reaches the head, or None for all
@@ -32,6 +34,7 @@ class Batch:
     samples: torch.Tensor
     documents: torch.Tensor | None = None
     positions: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
     select: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Batch:

@@ -1,0 +1,296 @@
+"""From a token store to rows: which documents belong to a split, and where each row is cut.
+
+Memory stays small whatever the corpus: a split is kept as runs of neighbouring documents (as many numbers as the smaller
+part has documents), and windows are indexed once every 1024 documents. Everything else is read from the store's offsets.
+
+Legend: S tokens a row, n <= S of them real, k documents in a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import Protocol
+
+import numpy as np
+
+from meshwright.data.batch import IGNORE
+from meshwright.data.order import key, mix_array
+
+__all__ = ["Cut", "DocumentRows", "Rows", "Store", "StreamRows", "Subset", "held_out"]
+
+_SPLIT_SALT = "held-out documents"  # never changes: the split must outlive versions and the seeds of runs
+_CHUNK = 1 << 20
+_INDEX_EVERY = 1024
+
+
+class Store(Protocol):
+    """What rows need of a token store; `offsets` int64 [documents + 1], `labels` and `prompt_lengths` int64 [documents]."""
+
+    @property
+    def documents(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def offsets(self) -> np.ndarray: ...
+    @property
+    def labels(self) -> np.ndarray | None: ...
+    @property
+    def prompt_lengths(self) -> np.ndarray | None: ...
+    def read(self, start: int, stop: int) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The n real tokens of a row, before an objective makes inputs and labels of them.
+
+    tokens     int64 [n]
+    following  int64 [n] the token that comes after each one, IGNORE where there is none or it is no target
+    starts     int64 [k] where each document of the row begins, the first at 0
+    eligible   bool [n] tokens that may be predicted themselves (masked_lm); None: all
+    label      class of the document; IGNORE where documents have none
+    """
+
+    tokens: np.ndarray
+    following: np.ndarray
+    starts: np.ndarray
+    eligible: np.ndarray | None = None
+    label: int = IGNORE
+
+
+class Rows(Protocol):
+    """A corpus as numbered rows."""
+
+    @property
+    def rows(self) -> int: ...
+    def cut(self, row: int) -> Cut: ...
+
+
+def held_out(documents: int, fraction: float) -> np.ndarray:
+    """The round(fraction * documents) documents of the held-out part: those with the smallest hash of their index.
+
+    int64, rising. It depends on nothing else, so that no run ever trains on what another holds out of the same store, and
+    a store that has grown keeps most of its held-out documents.
+    """
+    wanted = min(documents, round(fraction * documents))
+    if wanted == 0:
+        return np.empty(0, dtype=np.int64)
+    share = wanted / documents
+    bound = share + 8 * sqrt(share / documents) + 16 / documents
+    while True:
+        ids, hashes = _below(documents, bound)
+        if ids.size >= wanted:
+            return np.sort(ids[np.argpartition(hashes, wanted - 1)[:wanted]])
+        bound *= 2
+
+
+def _below(documents: int, bound: float) -> tuple[np.ndarray, np.ndarray]:
+    """Documents whose hash is in the lowest `bound` (a share) of all hashes, and the hashes; a chunk in memory at a time."""
+    limit = np.uint64(min(2**64 - 1, int(bound * 2.0**64)))
+    stream = key(_SPLIT_SALT)
+    ids, hashes = [], []
+    for start in range(0, documents, _CHUNK):
+        some = np.arange(start, min(start + _CHUNK, documents))
+        values = mix_array(stream, some)
+        near = values <= limit
+        ids.append(some[near])
+        hashes.append(values[near])
+    return np.concatenate(ids), np.concatenate(hashes)
+
+
+def _runs(ids: np.ndarray) -> np.ndarray:
+    """Rising document numbers -> [R, 2] first and past-the-last of every run of neighbours."""
+    if not ids.size:
+        return np.empty((0, 2), dtype=np.int64)
+    breaks = np.flatnonzero(np.diff(ids) != 1)
+    return np.stack([ids[np.concatenate([[0], breaks + 1])], ids[np.concatenate([breaks, [ids.size - 1]])] + 1], axis=1)
+
+
+class Subset:
+    """Some documents of a store, in their order, as one stream of tokens."""
+
+    def __init__(self, store: Store, runs: np.ndarray):
+        self.store = store
+        self._offsets = np.asarray(store.offsets)  # a plain view: memmap's own type slows every small slice
+        self._first = runs[:, 0]
+        self._base = self._offsets[runs[:, 0]]
+        self._stream = _cumulative(self._offsets[runs[:, 1]] - self._base)
+        self._ordinal = _cumulative(runs[:, 1] - runs[:, 0])
+
+    @classmethod
+    def whole(cls, store: Store) -> Subset:
+        return cls(store, np.array([[0, store.documents]], dtype=np.int64))
+
+    @classmethod
+    def split(cls, store: Store, fraction: float) -> tuple[Subset, Subset]:
+        """(training part, held-out part); no document is in both, and every document is in one."""
+        ids = held_out(store.documents, fraction)
+        kept = _runs(ids)
+        borders = np.concatenate([[0], kept.reshape(-1), [store.documents]]).reshape(-1, 2)
+        return cls(store, borders[borders[:, 1] > borders[:, 0]]), cls(store, kept)
+
+    @property
+    def documents(self) -> int:
+        return int(self._ordinal[-1])
+
+    @property
+    def tokens(self) -> int:
+        return int(self._stream[-1])
+
+    def ids(self, start: int, stop: int) -> np.ndarray:
+        """Document numbers in the store of this subset's documents start .. stop - 1."""
+        ordinals = np.arange(start, stop)
+        run = np.searchsorted(self._ordinal, ordinals, side="right") - 1
+        return self._first[run] + ordinals - self._ordinal[run]
+
+    def extent(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """First and past-the-last token in the store of each document."""
+        return self._offsets[ids], self._offsets[ids + 1]
+
+    def window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens start .. stop - 1 of the stream: (tokens int64 [stop - start], where each document that has a token in it
+        begins, counted from `start` and so maybe below 0 for the first, document numbers in the store)."""
+        parts = [self._piece(*piece) for piece in self._pieces(start, stop)]
+        if len(parts) == 1:
+            return parts[0]
+        tokens, begins, ids = zip(*parts, strict=True)
+        return np.concatenate(tokens), np.concatenate(begins), np.concatenate(ids)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first and past-the-last token in the store, place in the window) of each run that the window meets."""
+        run = int(np.searchsorted(self._stream, start, side="right")) - 1
+        place = start
+        while place < stop:
+            end = min(stop, int(self._stream[run + 1]))
+            if end > place:
+                shift = int(self._base[run] - self._stream[run])
+                yield place + shift, end + shift, place - start
+            place, run = end, run + 1
+
+    def _piece(self, start: int, stop: int, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        first = int(np.searchsorted(self._offsets, start, side="right")) - 1
+        last = int(np.searchsorted(self._offsets, stop, side="left"))
+        bounds = self._offsets[first : last + 1]
+        full = bounds[1:] > bounds[:-1]  # documents without tokens have no place in a row
+        begins = bounds[:-1][full] - start + place
+        return self.store.read(start, stop).astype(np.int64), begins, np.arange(first, last)[full]
+
+
+def _cumulative(sizes: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
+
+
+def _spread(begins: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Index of the document of each of `size` tokens, and its offset in that document."""
+    lengths = np.diff(np.concatenate([np.maximum(begins, 0), [size]]))
+    document = np.repeat(np.arange(begins.size), lengths)
+    return document, np.arange(size) - begins[document]
+
+
+class StreamRows:
+    """Rows cut from the concatenated documents: row i is the tokens [i * S, (i + 1) * S), the last one shorter.
+
+    Every token is an input exactly once; with `document_mask` no token follows across the border of a document, without
+    it the whole subset is one document. With `response_only` the leading prompt_lengths[d] tokens are no targets.
+    """
+
+    def __init__(self, subset: Subset, seq_len: int, *, document_mask: bool = True, response_only: bool = False):
+        self.subset = subset
+        self.seq_len = seq_len
+        self._mask = document_mask
+        self._prompts = subset.store.prompt_lengths if response_only else None
+
+    @property
+    def rows(self) -> int:
+        return -(-self.subset.tokens // self.seq_len)
+
+    def cut(self, row: int) -> Cut:
+        start = row * self.seq_len
+        size = min(self.seq_len, self.subset.tokens - start)
+        # One token more than the row has: its last token must know what follows, and whether that is a new document.
+        tokens, begins, ids = self.subset.window(start, min(start + size + 1, self.subset.tokens))
+        following = np.full(size, IGNORE, dtype=np.int64)
+        following[: tokens.size - 1] = tokens[1:]
+        eligible = None
+        if self._prompts is not None:
+            document, offset = _spread(begins, tokens.size)
+            target = offset >= np.asarray(self._prompts[ids])[document]
+            following[: tokens.size - 1][~target[1:]] = IGNORE
+            eligible = target[:size]
+        if not self._mask:
+            return Cut(tokens[:size], following, np.zeros(1, dtype=np.int64), eligible)
+        following[begins[begins > 0] - 1] = IGNORE
+        return Cut(tokens[:size], following, np.maximum(begins[begins < size], 0), eligible)
+
+
+class DocumentRows:
+    """Rows that begin with a document. A longer one goes on in further rows of S tokens, its last one shorter; with
+    `truncate` (classification) it is cut to the first S instead, keeping its `closing` token (a separator or end mark).
+    Documents without tokens give no row.
+    """
+
+    def __init__(self, subset: Subset, seq_len: int, *, truncate: bool = False, response_only: bool = False,
+                 closing: frozenset[int] = frozenset()):
+        self.subset = subset
+        self.seq_len = seq_len
+        self.truncated = 0
+        """Documents that lost tokens."""
+        self.empty = 0
+        """Documents without tokens."""
+        self._truncate = truncate
+        self._closing = closing
+        self._labels = subset.store.labels
+        self._prompts = subset.store.prompt_lengths if response_only else None
+        self._index = self._build()
+
+    @property
+    def rows(self) -> int:
+        return int(self._index[-1])
+
+    def cut(self, row: int) -> Cut:
+        document, window = self._find(row)
+        begin, end = (int(x) for x in self.subset.extent(np.int64(document)))
+        start = begin + window * self.seq_len
+        size = min(self.seq_len, end - start)
+        read = self.subset.store.read
+        tokens = read(start, min(start + size + 1, end)).astype(np.int64)
+        following = np.full(size, IGNORE, dtype=np.int64)
+        following[: tokens.size - 1] = tokens[1:]
+        eligible = None
+        if self._prompts is not None:
+            target = np.arange(tokens.size) + (start - begin) >= int(self._prompts[document])
+            following[: tokens.size - 1][~target[1:]] = IGNORE
+            eligible = target[:size]
+        tokens = tokens[:size]
+        if self._truncate and size < end - begin and (last := int(read(end - 1, end)[0])) in self._closing:
+            tokens[-1] = last
+        label = IGNORE if self._labels is None else int(self._labels[document])
+        return Cut(tokens, following, np.zeros(1, dtype=np.int64), eligible, label)
+
+    def _build(self) -> np.ndarray:
+        """Rows before every 1024th document, and in all."""
+        sums = []
+        chunk = _INDEX_EVERY * 256
+        for start in range(0, self.subset.documents, chunk):
+            counts, lengths = self._counts(start, min(start + chunk, self.subset.documents))
+            self.empty += int((lengths == 0).sum())
+            self.truncated += int((lengths > self.seq_len).sum()) if self._truncate else 0
+            sums.append(np.add.reduceat(counts, np.arange(0, counts.size, _INDEX_EVERY)))
+        return _cumulative(np.concatenate(sums) if sums else np.empty(0, dtype=np.int64))
+
+    def _counts(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """(rows, tokens) of each of the subset's documents start .. stop - 1."""
+        first, last = self.subset.extent(self.subset.ids(start, stop))
+        lengths = last - first
+        return (lengths > 0).astype(np.int64) if self._truncate else -(-lengths // self.seq_len), lengths
+
+    def _find(self, row: int) -> tuple[int, int]:
+        """(document number in the store, window of that document)."""
+        block = int(np.searchsorted(self._index, row, side="right")) - 1
+        start = block * _INDEX_EVERY
+        counts, _ = self._counts(start, min(start + _INDEX_EVERY, self.subset.documents))
+        ends = np.cumsum(counts)
+        rest = row - int(self._index[block])
+        place = int(np.searchsorted(ends, rest, side="right"))
+        return int(self.subset.ids(start + place, start + place + 1)[0]), rest - int(ends[place] - counts[place])

@@ -1,0 +1,35 @@
+"""Where the Triton versions of this package's kernels can run.
+
+Each has a plain torch oracle beside its caller: that is what runs on a CPU, and what the kernel is tested against.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["optimizer_kernels", "softmax_rows"]
+
+
+@functools.cache
+def _kernels() -> ModuleType | None:
+    try:
+        from meshwright.kernels import triton_kernels
+    except ImportError:  # no Triton: the plain versions run everywhere
+        return None
+    return triton_kernels
+
+
+def softmax_rows(device: torch.device) -> Callable[..., Any] | None:
+    """The fused softmax, loss and gradient over rows of logits for tensors on `device`, or None."""
+    kernels = None if device.type == "cpu" else _kernels()
+    return None if kernels is None else kernels.softmax_rows
+
+
+def optimizer_kernels(device: torch.device) -> ModuleType | None:
+    """A module with the one-pass `adamw_` and `sgd_` for tensors on `device`, or None."""
+    return None if device.type == "cpu" else _kernels()

@@ -1,0 +1,145 @@
+"""One-pass optimizer updates over flat tensors: AdamW and SGD with momentum.
+
+A pass reads master, gradient and moments once, applies the gradient factor (clip coefficient and 1 / loss scale),
+updates everything in place and writes the low-precision working copy. On an accelerator it is one Triton kernel; the
+plain version below, the oracle, walks in blocks that stay in a core's cache. Nothing here waits for the device.
+
+All tensors of a call are contiguous, of the same number of elements and on one device; their shape does not matter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.kernels.accelerated import optimizer_kernels
+
+__all__ = ["adamw_", "sgd_"]
+
+_BLOCK = 32768
+"""Elements a block: five fp32 vectors of it are 640 KiB, within a core's second-level cache."""
+
+
+def _check(master: torch.Tensor, *others: torch.Tensor | None) -> None:
+    for tensor in (master, *others):
+        if tensor is not None and (not tensor.is_contiguous() or tensor.numel() != master.numel()):
+            raise ValueError(
+                f"a fused update needs contiguous tensors of one size: {tuple(master.shape)}, {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+
+
+def _number(value: float | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A 0-d tensor beside `like`, made without a copy from the host."""
+    if isinstance(value, torch.Tensor):
+        return value
+    return torch.full((), value, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+
+
+def _correction(beta: float, step: int | torch.Tensor) -> float | torch.Tensor:
+    """1 - beta^step. In fp64: 1 - 0.999^1 in fp32 is off by 1e-5 of its value."""
+    if isinstance(step, torch.Tensor):
+        return 1.0 - torch.pow(torch.full((), beta, dtype=torch.float64, device=step.device), step)
+    return 1.0 - beta**step
+
+
+def adamw_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    lr: float | torch.Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int | torch.Tensor,
+    grad_scale: torch.Tensor | None = None,
+    working: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """AdamW with decoupled weight decay, as `torch.optim.AdamW` (arXiv:1711.05101, algorithm 2), in place.
+
+    master, exp_avg, exp_avg_sq  fp32 or fp64, updated
+    grad        any floating dtype, left as it is; its value is grad * grad_scale
+    lr, step    numbers, or 0-d tensors on the device; step counts from 1 and includes this update
+    grad_scale  0-d tensor: clip coefficient times 1 / loss scale
+    working     low-precision copy, rewritten from the new master in the same pass
+    skip        0-d tensor; where it is not zero nothing changes, the working copy included (fp16 overflow)
+
+    Only a plain-torch update on a device without Triton reads `skip` on the host.
+    """
+    _check(master, grad, exp_avg, exp_avg_sq, working)
+    correction1, correction2 = _correction(beta1, step), _correction(beta2, step)
+    kernels = optimizer_kernels(master.device)
+    if kernels is not None:
+        rate, root = _number(lr / correction1, master), _number(correction2**0.5, master)
+        decay = _number(1.0 - lr * weight_decay, master)
+        kernels.adamw_(master, grad, exp_avg, exp_avg_sq, (decay, rate, root), (beta1, beta2, eps), grad_scale, working, skip)
+        return
+    if skip is not None and bool(skip):
+        return
+    decay, rate, root = 1.0 - lr * weight_decay, lr / correction1, correction2**0.5
+    for flat in _blocks(master, grad, exp_avg, exp_avg_sq, working):
+        w, g, m, v, out = flat
+        assert w is not None and g is not None and m is not None and v is not None
+        g = g.to(w.dtype)
+        if grad_scale is not None:
+            g = g * grad_scale
+        m.lerp_(g, 1.0 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
+        w.mul_(decay)
+        w.sub_((m * rate).div_(v.sqrt().div_(root).add_(eps)))
+        if out is not None:
+            out.copy_(w)
+
+
+def sgd_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    buffer: torch.Tensor | None,
+    *,
+    lr: float | torch.Tensor,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    grad_scale: torch.Tensor | None = None,
+    working: torch.Tensor | None = None,
+    skip: torch.Tensor | None = None,
+) -> None:
+    """SGD with momentum as `torch.optim.SGD` (weight decay is added to the gradient), in place.
+
+    buffer  momentum, zeros before the first step, which makes that step equal to torch's; None only without momentum.
+    The others as in `adamw_`.
+    """
+    if momentum and buffer is None:
+        raise ValueError("momentum needs a buffer")
+    _check(master, grad, buffer, working)
+    kernels = optimizer_kernels(master.device)
+    if kernels is not None:
+        kernels.sgd_(master, grad, buffer, _number(lr, master), (momentum, weight_decay), grad_scale, working, skip)
+        return
+    if skip is not None and bool(skip):
+        return
+    for flat in _blocks(master, grad, buffer, working):
+        w, g, m, out = flat
+        assert w is not None and g is not None
+        g = g.to(w.dtype)
+        if grad_scale is not None:
+            g = g * grad_scale
+        if weight_decay:
+            g = g + w * weight_decay
+        if m is not None:
+            g = m.mul_(momentum).add_(g)
+        w.sub_(g * lr)
+        if out is not None:
+            out.copy_(w)
+
+
+def _blocks(*tensors: torch.Tensor | None):
+    """Views of the same block of every tensor, block after block."""
+    flats = [None if t is None else t.view(-1) for t in tensors]
+    first = flats[0]
+    assert first is not None
+    size = first.numel() if first.device.type != "cpu" else _BLOCK  # elsewhere launches cost more than cache misses
+    for start in range(0, first.numel(), max(size, 1)):
+        yield [None if f is None else f[start : start + size] for f in flats]

@@ -1,0 +1,243 @@
+"""Triton kernels. Import through `kernels.accelerated`, which knows where they can run.
+
+fp64 tensors are computed in fp64, everything else in fp32. Settings that stay the same for a run are compile-time
+constants: a run-time number would reach the kernel rounded to fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["adamw_", "sgd_", "softmax_rows"]
+
+_LOWEST = -1.0e38
+"""Start of a running maximum: finite, so that a difference of two of them is no NaN."""
+
+
+@triton.jit
+def _softmax_rows(
+    logits_ptr,
+    row_stride,
+    labels_ptr,
+    loss_ptr,
+    z_ptr,
+    hit_ptr,
+    vocab,
+    smoothing: tl.constexpr,
+    share: tl.constexpr,
+    z_loss: tl.constexpr,
+    ignore: tl.constexpr,
+    lowest: tl.constexpr,
+    gradient: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    base = logits_ptr + row * row_stride
+    label = tl.load(labels_ptr + row)
+    lanes = tl.arange(0, block)
+    if label == ignore:
+        tl.store(loss_ptr + row, 0.0)
+        tl.store(z_ptr + row, 0.0)
+        tl.store(hit_ptr + row, 0)
+        if gradient:
+            for start in range(0, vocab, block):
+                column = start + lanes
+                tl.store(base + column, tl.zeros([block], wide), mask=column < vocab)
+    else:
+        # One running (maximum, its first column, sum of exponentials) a lane; lanes meet once, at the end.
+        top = tl.full([block], lowest, wide)
+        best = tl.zeros([block], tl.int32)
+        total = tl.zeros([block], wide)
+        plain = tl.zeros([block], wide)
+        for start in range(0, vocab, block):
+            column = start + lanes
+            inside = column < vocab
+            x = tl.load(base + column, mask=inside, other=float("-inf")).to(wide)
+            higher = x > top
+            best = tl.where(higher, column, best)
+            new_top = tl.where(higher, x, top)
+            total = total * tl.exp(top - new_top) + tl.exp(x - new_top)
+            top = new_top
+            if share != 0.0:
+                plain += tl.where(inside, x, 0.0)
+        peak = tl.max(top, axis=0)
+        first = tl.min(tl.where(top == peak, best, vocab), axis=0)
+        sum_all = tl.sum(total * tl.exp(top - peak), axis=0)
+        lse = peak + tl.log(sum_all)
+        known = (label >= 0) & (label < vocab)
+        # A label outside of the vocabulary gives a NaN loss, never a read outside of the row.
+        picked = tl.load(base + label, mask=known, other=float("nan")).to(wide)
+        target = picked * (1.0 - smoothing)
+        if share != 0.0:
+            target += tl.sum(plain, axis=0) * share
+        tl.store(loss_ptr + row, lse - target)
+        tl.store(z_ptr + row, z_loss * lse * lse)
+        tl.store(hit_ptr + row, (first == label).to(tl.int32))
+        if gradient:
+            factor = (1.0 + 2.0 * z_loss * lse) / sum_all
+            for start in range(0, vocab, block):
+                column = start + lanes
+                inside = column < vocab
+                x = tl.load(base + column, mask=inside, other=0.0).to(wide)
+                grad = tl.exp(x - peak) * factor
+                if share != 0.0:
+                    grad -= share
+                grad = tl.where(column == label, grad - (1.0 - smoothing), grad)
+                tl.store(base + column, grad, mask=inside)
+
+
+def softmax_rows(
+    logits_CV: torch.Tensor, labels_C: torch.Tensor, smoothing: float, z_loss: float, gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(loss without z, z term, hit) of each row; the gradient overwrites the logits, which come back."""
+    from meshwright.data.batch import IGNORE
+
+    rows, vocab = logits_CV.shape
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    loss_C, z_C = (torch.empty(rows, dtype=wide, device=logits_CV.device) for _ in range(2))
+    hit_C = torch.empty(rows, dtype=torch.int32, device=logits_CV.device)
+    block = min(8192, triton.next_power_of_2(vocab))
+    if rows:
+        _softmax_rows[(rows,)](
+            logits_CV, logits_CV.stride(0), labels_C.contiguous(), loss_C, z_C, hit_C, vocab,
+            smoothing=smoothing, share=smoothing / vocab, z_loss=z_loss, ignore=IGNORE, lowest=_LOWEST, gradient=gradient,
+            wide=_wide(wide), block=block, num_warps=16 if block >= 4096 else 4,
+        )  # fmt: skip
+    return loss_C, z_C, hit_C, logits_CV
+
+
+def _wide(dtype: torch.dtype) -> tl.dtype:
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+@triton.jit
+def _adamw(
+    master_ptr,
+    grad_ptr,
+    avg_ptr,
+    sq_ptr,
+    working_ptr,
+    decay_ptr,
+    rate_ptr,
+    root_ptr,
+    scale_ptr,
+    skip_ptr,
+    size,
+    beta1: tl.constexpr,
+    beta2: tl.constexpr,
+    eps: tl.constexpr,
+    scaled: tl.constexpr,
+    skippable: tl.constexpr,
+    copied: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    if skippable:
+        size = tl.where(tl.load(skip_ptr) == 0, size, 0)
+    inside = at < size
+    g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(wide)
+    if scaled:
+        g *= tl.load(scale_ptr).to(wide)
+    w = tl.load(master_ptr + at, mask=inside, other=0.0).to(wide)
+    m = tl.load(avg_ptr + at, mask=inside, other=0.0).to(wide)
+    v = tl.load(sq_ptr + at, mask=inside, other=0.0).to(wide)
+    m += (g - m) * (1.0 - beta1)
+    v = v * beta2 + g * g * (1.0 - beta2)
+    w = w * tl.load(decay_ptr).to(wide)
+    w -= tl.load(rate_ptr).to(wide) * m / (tl.sqrt(v) / tl.load(root_ptr).to(wide) + eps)
+    tl.store(master_ptr + at, w, mask=inside)
+    tl.store(avg_ptr + at, m, mask=inside)
+    tl.store(sq_ptr + at, v, mask=inside)
+    if copied:
+        tl.store(working_ptr + at, w, mask=inside)
+
+
+@triton.jit
+def _sgd(
+    master_ptr,
+    grad_ptr,
+    buffer_ptr,
+    working_ptr,
+    rate_ptr,
+    scale_ptr,
+    skip_ptr,
+    size,
+    momentum: tl.constexpr,
+    weight_decay: tl.constexpr,
+    buffered: tl.constexpr,
+    scaled: tl.constexpr,
+    skippable: tl.constexpr,
+    copied: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    if skippable:
+        size = tl.where(tl.load(skip_ptr) == 0, size, 0)
+    inside = at < size
+    g = tl.load(grad_ptr + at, mask=inside, other=0.0).to(wide)
+    if scaled:
+        g *= tl.load(scale_ptr).to(wide)
+    w = tl.load(master_ptr + at, mask=inside, other=0.0).to(wide)
+    g += w * weight_decay
+    if buffered:
+        g += tl.load(buffer_ptr + at, mask=inside, other=0.0).to(wide) * momentum
+        tl.store(buffer_ptr + at, g, mask=inside)
+    w -= g * tl.load(rate_ptr).to(wide)
+    tl.store(master_ptr + at, w, mask=inside)
+    if copied:
+        tl.store(working_ptr + at, w, mask=inside)
+
+
+_BLOCK = 1024
+
+
+def adamw_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    factors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    numbers: tuple[float, float, float],
+    grad_scale: torch.Tensor | None,
+    working: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    """One pass. factors: 0-d (1 - lr * weight decay, lr / correction 1, sqrt of correction 2); numbers: betas, eps."""
+    size = master.numel()
+    if size:
+        _adamw[(triton.cdiv(size, _BLOCK),)](
+            master, grad, exp_avg, exp_avg_sq, master if working is None else working, *factors,
+            master if grad_scale is None else grad_scale, master if skip is None else _flag(skip), size, *numbers,
+            scaled=grad_scale is not None, skippable=skip is not None, copied=working is not None,
+            wide=_wide(master.dtype), block=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def sgd_(
+    master: torch.Tensor,
+    grad: torch.Tensor,
+    buffer: torch.Tensor | None,
+    lr: torch.Tensor,
+    numbers: tuple[float, float],
+    grad_scale: torch.Tensor | None,
+    working: torch.Tensor | None,
+    skip: torch.Tensor | None,
+) -> None:
+    """One pass. numbers: momentum, weight decay."""
+    size = master.numel()
+    if size:
+        _sgd[(triton.cdiv(size, _BLOCK),)](
+            master, grad, master if buffer is None else buffer, master if working is None else working, lr,
+            master if grad_scale is None else grad_scale, master if skip is None else _flag(skip), size, *numbers,
+            buffered=buffer is not None, scaled=grad_scale is not None, skippable=skip is not None,
+            copied=working is not None, wide=_wide(master.dtype), block=_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def _flag(skip: torch.Tensor) -> torch.Tensor:
+    return skip.to(torch.float32) if skip.dtype == torch.bool else skip

@@ -1,0 +1,226 @@
+"""Trainable parameters as a few flat buffers, so that reduction, norm and update are a few large kernels.
+
+Parameters are grouped by (decayed or not, dtype). A group owns contiguous 1-D buffers that all share one element index:
+
+    working   what the model computes with; every parameter is a view into it
+    master    what the optimizer updates: at least fp32, the very same buffer where the working dtype already is
+    gradient  in the dtype of master; allocated when first needed
+
+A parameter starts at a multiple of ALIGN_BYTES; the gaps hold zeros for ever, so that sums over a buffer are sums over
+parameters. Every buffer is a plain contiguous range, hence a rank that keeps only a share of the optimizer's work needs
+only another range, not another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from meshwright.errors import LayoutError
+from meshwright.spec.parameters import Table
+
+__all__ = ["ALIGN_BYTES", "Bucket", "FlatParameters", "Group", "Piece", "Slot", "decays", "master_dtype"]
+
+ALIGN_BYTES = 128
+
+
+def master_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of masters, moments and summed gradients beside weights of `dtype`: at least fp32, fp64 stays fp64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def decays(name: str, no_decay: Iterable[str]) -> bool:
+    """Whether weight decay applies: false when the parameter's name contains one of the words, whatever the case."""
+    lowered = name.lower()
+    return not any(word.lower() in lowered for word in no_decay)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A contiguous run of one logical tensor, as a checkpoint stores it.
+
+    name: logical name, e.g. `model/layers.0.mlp.up.weight`. tensor: 1-D or shaped view of the live values held here.
+    shape: of the whole logical tensor. offset: first element of `tensor` in the flattened logical tensor.
+    owner: whether this rank writes it; of several ranks with the same values exactly one does.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offset: int = 0
+    owner: bool = True
+
+
+@dataclass(eq=False)
+class Slot:
+    """Where one parameter lives: elements [start, start + size) of its group; `index` is its place in the model."""
+
+    name: str
+    index: int
+    parameter: nn.Parameter
+    shape: torch.Size
+    start: int
+    size: int
+    touched: bool = False
+    """Whether its range of the gradient buffer holds gradients of the current step."""
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This parameter's view of a buffer of its group."""
+        return buffer[self.start : self.start + self.size].view(self.shape)
+
+
+class Group:
+    """Parameters that share dtype and decay, and their buffers."""
+
+    def __init__(self, slots: list[Slot], size: int, *, decay: bool, dtype: torch.dtype, device: torch.device):
+        self.slots = slots
+        self.size = size
+        self.decay = decay
+        self.dtype = dtype
+        self.device = device
+        self.working = torch.zeros(size, dtype=dtype, device=device)
+        self.master = self.working if master_dtype(dtype) == dtype else self.buffer()
+
+    def buffer(self) -> torch.Tensor:
+        """A new zero buffer [size] in the dtype of the masters."""
+        return torch.zeros(self.size, dtype=master_dtype(self.dtype), device=self.device)
+
+    @cached_property
+    def gradient(self) -> torch.Tensor:
+        return self.buffer()
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the masters are other tensors than the weights that the model computes with."""
+        return self.master is not self.working
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Gradients that are reduced together: elements [start, stop) of a group."""
+
+    group: Group
+    slots: list[Slot]
+    start: int
+    stop: int
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        return self.group.gradient[self.start : self.stop]
+
+
+class FlatParameters:
+    """All parameters of a model: the trainable ones moved into groups, the frozen ones cast in place.
+
+    model: on the device, or on meta; then buffers and frozen parameters come up uninitialised and trainable ones zero,
+    to be filled inside `masters()`. A parameter that the model holds under several names is kept once, under the
+    canonical name of the table, else under the first one.
+    """
+
+    def __init__(
+        self, model: nn.Module, *, dtype: torch.dtype, device: torch.device, no_decay: Iterable[str], table: Table | None
+    ):
+        self.model = model
+        words = tuple(no_decay)
+        self.frozen: dict[str, nn.Parameter] = {}
+        plans: dict[bool, list[tuple[str, int, nn.Parameter]]] = {}
+        for index, (name, parameter) in enumerate(_canonical(model, table).items()):
+            if parameter.requires_grad and parameter.dtype.is_floating_point:
+                plans.setdefault(decays(name, words), []).append((name, index, parameter))
+            else:
+                self.frozen[name] = parameter
+        self.groups = [self._group(plans[decay], decay, dtype, device) for decay in sorted(plans, reverse=True)]
+        self.slots = sorted((slot for group in self.groups for slot in group.slots), key=lambda slot: slot.index)
+        for name, parameter in self.frozen.items():
+            kind = dtype if parameter.dtype.is_floating_point else parameter.dtype
+            if parameter.is_meta:
+                self.frozen[name] = _replace(model, parameter, torch.empty(parameter.shape, dtype=kind, device=device))
+            else:
+                parameter.data = parameter.detach().to(device, kind)
+        _place_buffers(model, dtype, device)
+
+    def _group(self, members: list[tuple[str, int, nn.Parameter]], decay: bool, dtype: torch.dtype, device: torch.device) -> Group:
+        align = ALIGN_BYTES // dtype.itemsize
+        slots, end = [], 0
+        for name, index, parameter in members:
+            slots.append(Slot(name, index, parameter, parameter.shape, end, parameter.numel()))
+            end += -(-parameter.numel() // align) * align
+        group = Group(slots, end, decay=decay, dtype=dtype, device=device)
+        for slot in slots:
+            if slot.parameter.is_meta:
+                slot.parameter = _replace(self.model, slot.parameter, slot.of(group.working))
+                continue
+            slot.of(group.master).copy_(slot.parameter.detach())
+            if group.mixed:
+                slot.of(group.working).copy_(slot.of(group.master))
+            slot.parameter.data = slot.of(group.working)  # frees the tensor it came with before the next one is copied
+            slot.parameter.grad = None
+        return group
+
+    def buckets(self, size_bytes: int) -> list[Bucket]:
+        """Cuts the gradient buffers at parameter borders into ranges of at most `size_bytes` (or one larger parameter).
+
+        In the order in which backward completes them: a bucket is whole when its first registered parameter has its
+        gradient, so the one whose first parameter comes last goes first. The same on every rank.
+        """
+        out: list[Bucket] = []
+        for group in self.groups:
+            limit = size_bytes // master_dtype(group.dtype).itemsize
+            run: list[Slot] = []
+            stop = group.size
+            for slot in reversed(group.slots):
+                if run and stop - slot.start > limit:
+                    out.append(Bucket(group, run, run[-1].start, stop))
+                    run, stop = [], run[-1].start
+                run.append(slot)
+            out.append(Bucket(group, run, run[-1].start, stop))
+        return sorted(out, key=lambda bucket: bucket.slots[-1].index, reverse=True)
+
+    def each(self) -> Iterator[tuple[Group, Slot]]:
+        """Trainable parameters in the order of the model."""
+        home = {id(slot): group for group in self.groups for slot in group.slots}
+        return ((home[id(slot)], slot) for slot in self.slots)
+
+    def refresh(self) -> None:
+        """Working weights from the masters."""
+        for group in self.groups:
+            if group.mixed:
+                group.working.copy_(group.master)
+
+
+def _canonical(model: nn.Module, table: Table | None) -> dict[str, nn.Parameter]:
+    """Parameters once each in order of registration; ties under the table's canonical name. Raises LayoutError for a
+    tie of the table that the model does not have."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    renamed: dict[int, str] = {}
+    for canonical, other in table.ties if table else ():
+        if canonical not in every or other not in every:
+            continue
+        if every[canonical] is not every[other]:
+            raise LayoutError(f"{other} is declared to be {canonical}, but the model holds two tensors; tie them before parallelize")
+        renamed[id(every[canonical])] = canonical
+    return {renamed.get(id(parameter), name): parameter for name, parameter in model.named_parameters()}
+
+
+def _replace(model: nn.Module, old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """A meta parameter cannot change device in place: put a new one wherever the model holds the old one."""
+    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if parameter is old:
+                setattr(module, key, new)
+    return new
+
+
+def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Buffers go to the device and are never cast down: position tables and statistics keep their precision."""
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            kind = torch.promote_types(buffer.dtype, dtype) if buffer.dtype.is_floating_point else buffer.dtype
+            placed = torch.empty(buffer.shape, dtype=kind, device=device) if buffer.is_meta else buffer.to(device, kind)
+            if placed is not buffer:
+                setattr(module, key, placed)

@@ -27,7 +27,18 @@ from typing import Any
 
 from meshwright.errors import CheckpointError, Finding
 
-__all__ = ["FORMAT", "MANIFEST", "VERSION", "Box", "FileEntry", "Manifest", "Slice", "TensorEntry", "read_manifest"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "VERSION",
+    "Box",
+    "FileEntry",
+    "Manifest",
+    "Slice",
+    "TensorEntry",
+    "json_problems",
+    "read_manifest",
+]
 
 FORMAT = "meshwright-checkpoint"
 VERSION = 1
@@ -114,8 +125,8 @@ class Manifest:
     digest: str = field(default="", compare=False)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of all shard files."""
+    def total_bytes(self) -> int:
+        """Of all shard files."""
         return sum(entry.bytes for entry in self.files.values())
 
     def to_bytes(self) -> bytes:
@@ -188,6 +199,20 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest.parse(text, str(path))
 
 
+def json_problems(value: Any, where: str) -> list[Finding]:
+    """What in a value would not come back from JSON as it went in (tuples, which come back as lists, are let through)."""
+    if value is None or isinstance(value, bool | int | str):
+        return []
+    if isinstance(value, float):
+        return [] if math.isfinite(value) else [Finding(where, f"is {value!r}, which JSON cannot hold", "Store null instead")]
+    if isinstance(value, list | tuple):
+        return [p for i, item in enumerate(value) for p in json_problems(item, f"{where}[{i}]")]
+    if isinstance(value, dict):
+        keys = [Finding(where, f"has the key {key!r}, which is no text") for key in value if not isinstance(key, str)]
+        return keys + [p for key, item in value.items() if isinstance(key, str) for p in json_problems(item, f"{where}.{key}")]
+    return [Finding(where, f"is a {type(value).__name__}; only numbers, text, lists and objects of these can be stored")]
+
+
 def _bad(where: str, what: str, fix: str = "Choose another checkpoint") -> CheckpointError:
     return CheckpointError(findings=[Finding(where, what, fix)])
 
@@ -228,7 +253,9 @@ def _problems(manifest: Manifest) -> list[str]:
     for name, entry in manifest.tensors.items():
         if entry.dtype not in ITEM_BYTES:
             found.append(f"tensor {name!r} has the unknown dtype {entry.dtype!r}")
-        found += [f"tensor {name!r} points at {s.file!r}, which is not listed" for s in entry.slices if s.file not in manifest.files]
+        found += [
+            f"tensor {name!r} points at {s.file!r}, which is not listed" for s in entry.slices if s.file not in manifest.files
+        ]
         if not all(s.box.fits(entry.shape) for s in entry.slices):
             found.append(f"tensor {name!r} has a slice outside its shape {list(entry.shape)}")
         elif (covered := sum(s.box.numel for s in entry.slices)) != math.prod(entry.shape):

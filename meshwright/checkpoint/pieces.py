@@ -126,7 +126,9 @@ def geometry(pieces: Iterable[Piece]) -> tuple[list[Geometry], list[Finding]]:
         elif dtype is None:
             findings.append(Finding(piece.name, f"dtype {piece.tensor.dtype} cannot be stored in safetensors"))
         elif not piece.box.fits(piece.shape):
-            what = f"a block of shape {list(piece.tensor.shape)} at {list(piece.offset)} is outside the shape {list(piece.shape)}"
+            what = (
+                f"a block of shape {list(piece.tensor.shape)} at {list(piece.offset)} is outside the shape {list(piece.shape)}"
+            )
             findings.append(Finding(piece.name, what))
         else:
             found.append(Geometry(piece.name, dtype, tuple(piece.shape), piece.box, piece.owner))

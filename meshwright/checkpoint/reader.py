@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from meshwright.checkpoint.manifest import ITEM_BYTES, Manifest, Slice
-from meshwright.checkpoint.pieces import Piece
+from meshwright.checkpoint.manifest import ITEM_BYTES, Manifest, Slice, read_manifest
+from meshwright.checkpoint.pieces import DTYPES, Piece
 from meshwright.checkpoint.reshard import Read, plan_reads
 from meshwright.checkpoint.writer import crc32, file_sha256
 from meshwright.errors import Finding
 
-__all__ = ["ReadStats", "check_files", "fill", "verify_file"]
+__all__ = ["OTHER_MODEL", "ReadStats", "check_files", "files_of", "fill", "inspect", "misfits", "verify_file"]
+
+OTHER_MODEL = "Resume with the model and optimizer that it was saved from"
 
 CHUNK_BYTES = 64 << 20
 """Most bytes taken from a file in one go, so that loading needs no more memory than that beside the tensors."""
@@ -69,7 +71,9 @@ def verify_file(folder: Path, manifest: Manifest, name: str, stats: ReadStats | 
         with safe_open(str(path), "pt") as file:
             keys = set(file.keys())
             return [
-                Finding(str(path), f"has no entry {part.key!r} for tensor {tensor!r} with shape {list(part.box.shape)}, {dtype}")
+                Finding(
+                    str(path), f"has no entry {part.key!r} for tensor {tensor!r} with shape {list(part.box.shape)}, {dtype}"
+                )
                 for tensor, dtype, part in _slices(manifest, name)
                 if part.key not in keys or not _matches(file.get_slice(part.key), part, dtype)
             ]
@@ -152,7 +156,56 @@ def _narrow(index: tuple[slice, ...], dim: int, start: int, stop: int) -> tuple[
     return (*index[:dim], slice(base + start, base + stop), *index[dim + 1 :])
 
 
-def files_of(manifest: Manifest, wanted: Mapping[str, Sequence[Piece]] | Iterable[Piece]) -> list[str]:
+def files_of(manifest: Manifest, wanted: Iterable[Piece]) -> list[str]:
     """Names of the files that the wanted pieces are read from."""
-    pieces = [piece for group in wanted.values() for piece in group] if isinstance(wanted, Mapping) else wanted
-    return sorted({read.file for p in pieces for read in plan_reads(manifest, p.name, p.offset, p.tensor.shape)})
+    return sorted({read.file for p in wanted for read in plan_reads(manifest, p.name, p.offset, p.tensor.shape)})
+
+
+def misfits(manifest: Manifest, wanted: Sequence[Piece], cast: bool) -> list[Finding]:
+    """Why the wanted pieces cannot be filled from this manifest: names, shapes, dtypes (unless cast)."""
+    findings = []
+    for piece in wanted:
+        entry = manifest.tensors.get(piece.name)
+        dtype = DTYPES.get(piece.tensor.dtype)
+        if entry is None:
+            findings.append(Finding(piece.name, "is not in the checkpoint", OTHER_MODEL))
+        elif entry.shape != tuple(piece.shape):
+            findings.append(
+                Finding(piece.name, f"has shape {list(entry.shape)} in the checkpoint, {list(piece.shape)} here", OTHER_MODEL)
+            )
+        elif not piece.box.fits(piece.shape):
+            findings.append(
+                Finding(piece.name, f"{list(piece.box.shape)} at {list(piece.offset)} is outside {list(piece.shape)}")
+            )
+        elif entry.dtype != dtype and not cast:
+            what = f"is {entry.dtype} in the checkpoint, {dtype or piece.tensor.dtype} here"
+            findings.append(Finding(piece.name, what, "Resume in the same precision, or ask for a cast"))
+    return findings
+
+
+def inspect(path: str | Path, *, digests: bool = False) -> dict[str, Any]:
+    """What a checkpoint folder holds, as JSON values, for tools. `findings` is empty when nothing is wrong with it.
+
+    digests: read every file through; else sizes are compared. Raises CheckpointError when the manifest cannot be used.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    findings = check_files(folder, manifest, manifest.files)
+    if digests:
+        findings = [f for name in manifest.files for f in verify_file(folder, manifest, name)]
+    return {
+        "path": str(folder),
+        "step": manifest.step,
+        "serial": manifest.serial,
+        "tag": manifest.tag,
+        "world": manifest.world,
+        "created": manifest.created,
+        "bytes": manifest.total_bytes,
+        "tensors": {
+            name: {"dtype": entry.dtype, "shape": list(entry.shape), "slices": len(entry.slices)}
+            for name, entry in manifest.tensors.items()
+        },
+        "files": {name: entry.bytes for name, entry in manifest.files.items()},
+        "meta": manifest.meta,
+        "findings": [str(finding) for finding in findings],
+    }

@@ -1,10 +1,10 @@
 """The folder of a run's checkpoints: who may write it, what is in it, what stays.
 
-    step-00000123            a published checkpoint
-    .step-00000124.partial   one that is being written, or that a dead run left
-    .trash-...               one that is being removed, or whose removal was cut short
-    best.json                step and value of the best checkpoint
-    .lock                    held by the process that writes (an flock, so it dies with the process)
+step-00000123            a published checkpoint
+.step-00000124.partial   one that is being written, or that a dead run left
+.trash-...               one that is being removed, or whose removal was cut short
+best.json                step and value of the best checkpoint
+.lock                    held by the process that writes (an flock, so it dies with the process)
 """
 
 from __future__ import annotations
@@ -25,7 +25,20 @@ from meshwright.checkpoint.reader import check_files
 from meshwright.checkpoint.writer import sync_folder
 from meshwright.errors import CheckpointError, Finding
 
-__all__ = ["Found", "FolderLock", "clean", "find", "partial_path", "prune", "publish", "read_best", "step_path", "write_best"]
+__all__ = [
+    "FolderLock",
+    "Found",
+    "clean",
+    "find",
+    "make_partial",
+    "partial_path",
+    "prune",
+    "publish",
+    "read_best",
+    "step_path",
+    "unfinished",
+    "write_best",
+]
 
 _STEP = re.compile(r"step-(\d{8,})\Z")
 _PARTIAL = re.compile(r"\.step-(\d{8,})\.partial\Z")
@@ -64,7 +77,9 @@ class FolderLock:
                     holder = os.pread(self._handle, 64, 0).decode(errors="replace").strip() or "another process"
                     self.release()
                     what = f"{holder} is writing checkpoints here"
-                    raise CheckpointError(findings=[Finding(str(root), what, "Wait for it or use another run folder")]) from None
+                    raise CheckpointError(
+                        findings=[Finding(str(root), what, "Wait for it or use another run folder")]
+                    ) from None
                 time.sleep(0.05)
             except OSError:  # a file system without locks
                 self.supported = False
@@ -175,7 +190,11 @@ def prune(root: Path, keep: int, damaged: set[Path], report: Report) -> None:
     if len(whole) <= keep:
         return
     oldest = whole[keep - 1].order
-    best = read_best(root)
+    try:
+        best = read_best(root)
+    except CheckpointError as error:  # which one is the best is not known, so nothing may go
+        report(str(error))
+        return
     for item in found:
         if item.order < oldest and not (best and item.step == best[0]):
             _delete(item.path, report)
@@ -219,3 +238,10 @@ def write_best(root: Path, step: int, value: float) -> None:
         os.fsync(file.fileno())
     os.rename(aside, root / _BEST)
     sync_folder(root)
+
+
+def make_partial(path: Path, report: Report) -> None:
+    """An empty partial folder; what a failed attempt at the same step left is removed first. Raises OSError."""
+    if path.exists():
+        _delete(path, report)
+    path.mkdir(parents=True)

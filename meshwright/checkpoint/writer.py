@@ -80,7 +80,13 @@ def write_shard(folder: Path, name: str, staged: Sequence[Staged]) -> dict[str, 
     if not staged:
         return {"file": None, "slices": []}
     slices = [
-        {"name": s.share.name, "offset": s.share.box.offset, "shape": s.share.box.shape, "key": s.share.key, "crc32": crc32(s.tensor)}
+        {
+            "name": s.share.name,
+            "offset": s.share.box.offset,
+            "shape": s.share.box.shape,
+            "key": s.share.key,
+            "crc32": crc32(s.tensor),
+        }
         for s in staged
     ]
     path = folder / name
@@ -94,7 +100,7 @@ def write_shard(folder: Path, name: str, staged: Sequence[Staged]) -> dict[str, 
 def crc32(tensor: torch.Tensor) -> int:
     """CRC-32 of the elements in row-major order, as they lie in a file."""
     data = tensor.contiguous().reshape(-1)
-    return zlib.crc32(memoryview(data.view(torch.uint8).numpy())) if data.numel() else 0
+    return zlib.crc32(data.view(torch.uint8).numpy().data) if data.numel() else 0
 
 
 def file_sha256(path: Path) -> str:

@@ -36,9 +36,10 @@ class Resolved:
             yield key, json.dumps(value, ensure_ascii=False), self.origin.get(key) or self._inherited(key)
 
     def _inherited(self, key: str) -> str:
+        """A flag or a recipe that gave a whole section or list gave what is inside; a line of a file says nothing of it."""
         while "." in key:
             key = key.rsplit(".", 1)[0]
-            if key in self.origin:
+            if self.origin.get(key, "").startswith(("--", "recipe ")):
                 return self.origin[key]
         return "default"
 

@@ -24,6 +24,9 @@ class RunConfig(Section):
     dir: str = Field("runs/default", description="Run folder: config, plan, metrics, report, logs, checkpoints.")
     seed: Natural = Field(0, description="Seed of weights, data order, dropout and masking.")
     modules: list[str] = Field([], description="Python files to load first; they may register models and objectives.")
+    device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = Field("auto", description="auto: the accelerator torch finds, else cpu.")
+    grace: Positive = Field(30.0, description="Seconds a rank may take to save and end after it was asked to stop.")
+    timeout: NonNegative = Field(1800.0, description="Seconds without a step after which a rank ends itself; 0: never.")
 
 
 class RopeScaling(Section):

@@ -21,7 +21,7 @@ from math import ceil, lcm
 from meshwright.data.order import Permutation, key
 from meshwright.errors import ConfigError, Finding
 
-__all__ = ["Blend", "Concatenation", "Order", "order_of"]
+__all__ = ["Blend", "Concatenation", "Order", "check_weights", "order_of"]
 
 _BLOCK = 256
 
@@ -97,13 +97,18 @@ class Blend:
 Order = Concatenation | Blend
 
 
+def check_weights(weights: Sequence[float | None], where: str) -> list[Finding]:
+    """Every corpus or none carries a weight."""
+    bare = [f"{where}.{i}.weight" for i, weight in enumerate(weights) if weight is None]
+    if not bare or len(bare) == len(weights):
+        return []
+    what = f"is missing while {len(weights) - len(bare)} of {len(weights)} corpora have one"
+    return [Finding(name, what, "Give every corpus a weight, or none") for name in bare]
+
+
 def order_of(rows: Sequence[int], weights: Sequence[float | None], seed: int, where: str = "data.train") -> Order:
     """The order of corpora with these rows. Raises ConfigError when only some of them carry a weight."""
+    if findings := check_weights(weights, where):
+        raise ConfigError(findings=findings)
     given = [weight for weight in weights if weight is not None]
-    if not given:
-        return Concatenation(rows, seed)
-    if len(given) < len(weights):
-        bare = ", ".join(f"{where}[{i}]" for i, weight in enumerate(weights) if weight is None)
-        what = f"{len(given)} of {len(weights)} corpora have a weight; {bare} has none"
-        raise ConfigError(findings=[Finding(where, what, "Give every corpus a weight, or none")])
-    return Blend(rows, given, seed)
+    return Blend(rows, given, seed) if given else Concatenation(rows, seed)

@@ -11,11 +11,12 @@ import numpy as np
 from meshwright.config.schema import Config
 from meshwright.data.batch import IGNORE
 from meshwright.data.blend import Concatenation, Order, order_of
+from meshwright.data.checks import PreparedStore, TokenizerInfo, check_rows, check_settings, check_stores
 from meshwright.data.masking import Masking
-from meshwright.data.rows import Cut, DocumentRows, Rows, Store, StreamRows, Subset
+from meshwright.data.rows import Cut, DocumentRows, Rows, StreamRows, Subset
 from meshwright.errors import ConfigError, DataError, Finding
 
-__all__ = ["Dataset", "PreparedStore", "Row", "RowDataset", "TokenizerInfo", "build_datasets"]
+__all__ = ["Dataset", "Frame", "Row", "RowDataset", "build_datasets"]
 
 TASKS = {"causal_lm": "lm", "masked_lm": "mlm", "classify": "classify"}
 _HELD_OUT_SEED = 0  # not run.seed: two runs are compared on the same held-out rows under the same masks
@@ -45,40 +46,6 @@ class Dataset(Protocol):
 
     def row(self, sample: int) -> Row:
         """A pure function of (seed, sample)."""
-
-
-class PreparedStore(Store, Protocol):
-    """A token store with what is needed to check that it fits the run."""
-
-    @property
-    def label_names(self) -> Sequence[str] | None: ...
-    @property
-    def tokenizer_fingerprint(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-
-class TokenizerInfo(Protocol):
-    """What rows need of a tokenizer. Special ids may be None."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def fingerprint(self) -> str: ...
-    @property
-    def bos(self) -> int | None: ...
-    @property
-    def eos(self) -> int | None: ...
-    @property
-    def pad(self) -> int | None: ...
-    @property
-    def mask(self) -> int | None: ...
-    @property
-    def cls(self) -> int | None: ...
-    @property
-    def sep(self) -> int | None: ...
-    @property
-    def unk(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -188,18 +155,90 @@ def build_datasets(
     Raises ConfigError (settings) and DataError (numbers of the corpora), each with every finding at once.
     """
     task = task or TASKS.get(config.objective.kind, "lm")
-    _raise(ConfigError, _check_settings(config, tokenizer, task))
-    _raise(DataError, _check_stores(config, "train", train_stores, tokenizer, task) + _check_stores(config, "valid", valid_stores, tokenizer, task))
+    if findings := check_settings(config, tokenizer, task):
+        raise ConfigError(findings=findings)
+    _refuse(check_stores(config, train_stores, valid_stores, tokenizer, task))
     subsets, held = _split(config, train_stores, valid_stores)
-    builder = _Builder(config, tokenizer, task, train_stores[0].label_names if task == "classify" else None)
-    corpora = [builder.corpus(subset) for subset in subsets]
+    label_names = train_stores[0].label_names if task == "classify" else None
+
+    corpora = [_corpus(config, subset, tokenizer, task) for subset in subsets]
     rows = [corpus.rows for corpus in corpora]
-    _raise(DataError, _check_size(config, rows))
-    train = builder.dataset(corpora, order_of(rows, _weights(config, rows), config.run.seed), config.run.seed)
+    _refuse(check_rows(config, rows))
+    order = order_of(rows, [source.weight for source in config.data.train], config.run.seed)
+    train = _dataset(config, corpora, order, tokenizer, task, config.run.seed, label_names)
     if not held:
         return train, None
-    corpora = [builder.corpus(subset) for subset in held]
+    corpora = [_corpus(config, subset, tokenizer, task) for subset in held]
     rows = [corpus.rows for corpus in corpora]
     if not sum(rows):
-        raise DataError(findings=[Finding("data.valid", "the held-out documents have no tokens", "Name other files, or hold out more")])
-    return train, builder.dataset(corpora, Concatenation(rows, _HELD_OUT_SEED), _HELD_OUT_SEED)
+        documents = sum(subset.documents for subset in held)
+        _refuse([Finding("data.valid", f"the {documents} held-out documents have no tokens", "Hold out more, or other files")])
+    order = Concatenation(rows, _HELD_OUT_SEED)
+    return train, _dataset(config, corpora, order, tokenizer, task, _HELD_OUT_SEED, label_names)
+
+
+def _refuse(findings: Sequence[Finding]) -> None:
+    if findings:
+        raise DataError(findings=findings)
+
+
+def _split(
+    config: Config, train_stores: Sequence[PreparedStore], valid_stores: Sequence[PreparedStore]
+) -> tuple[list[Subset], list[Subset]]:
+    """Documents to train on and documents held out; sizes are known, and refused, before anything is built."""
+    fraction = config.data.valid_fraction
+    if valid_stores or not fraction:
+        return [Subset.whole(store) for store in train_stores], [Subset.whole(store) for store in valid_stores]
+    pairs = [Subset.split(store, fraction) for store in train_stores]
+    total, held = sum(store.documents for store in train_stores), sum(part.documents for _, part in pairs)
+    if not held or any(not part.documents for part, _ in pairs):
+        what = f"{fraction} of {total} documents is {held} held out and {total - held} to train on"
+        least = f"Set it to at least {1 / total:.2g}" if not held else "Set it lower"
+        _refuse([Finding("data.valid_fraction", what, f"{least}, to 0 for no evaluation, or name files in data.valid")])
+    return [part for part, _ in pairs], [part for _, part in pairs if part.documents]
+
+
+def _corpus(config: Config, subset: Subset, tokenizer: TokenizerInfo, task: str) -> Rows:
+    data, response_only = config.data, config.objective.response_only
+    if task == "classify":
+        closing = frozenset(i for i in (tokenizer.sep, tokenizer.eos) if i is not None)
+        return DocumentRows(subset, data.seq_len, truncate=True, closing=closing)
+    if data.packing == "none":
+        return DocumentRows(subset, data.seq_len, response_only=response_only)
+    return StreamRows(subset, data.seq_len, document_mask=data.document_mask, response_only=response_only)
+
+
+def _dataset(
+    config: Config,
+    corpora: Sequence[Rows],
+    order: Order,
+    tokenizer: TokenizerInfo,
+    task: str,
+    seed: int,
+    label_names: Sequence[str] | None,
+) -> RowDataset:
+    packed = task != "classify" and config.data.packing == "stream"
+    bordered = packed and config.data.document_mask
+    # Without borders a packed causal row needs no documents: its padding is at the end, which no earlier token sees.
+    # Where attention goes both ways, padding must be marked.
+    pads = [i for i in (tokenizer.pad, tokenizer.eos) if i is not None]
+    frame = Frame(
+        config.data.seq_len, pads[0] if pads else 0, documents=bordered or not packed or task != "lm", positions=bordered
+    )
+    masking = None
+    if task == "mlm":
+        assert tokenizer.mask is not None, "checked before"
+        masking = Masking(
+            seed,
+            fraction=config.objective.mask_fraction,
+            seq_len=config.data.seq_len,
+            vocab_size=tokenizer.vocab_size,
+            mask_id=tokenizer.mask,
+            special_ids=_special_ids(tokenizer),
+        )
+    return RowDataset(corpora, order, frame, masking=masking, classify=task == "classify", label_names=label_names)
+
+
+def _special_ids(tokenizer: TokenizerInfo) -> set[int]:
+    names = ("bos", "eos", "pad", "mask", "cls", "sep", "unk")
+    return {i for i in (getattr(tokenizer, name) for name in names) if i is not None}

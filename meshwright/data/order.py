@@ -99,7 +99,8 @@ class Permutation:
             raise IndexError(f"{int(x.max())} is outside range({self.n})")
         todo = np.arange(x.size)
         while todo.size:
-            left, right = x[todo] // b, x[todo] % b
+            left: np.ndarray = x[todo] // b
+            right: np.ndarray = x[todo] % b
             for turn, round_key in enumerate(self._keys):
                 if turn % 2:
                     right = (right + mix_array(round_key, left) % b) % b

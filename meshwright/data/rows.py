@@ -230,8 +230,15 @@ class DocumentRows:
     Documents without tokens give no row.
     """
 
-    def __init__(self, subset: Subset, seq_len: int, *, truncate: bool = False, response_only: bool = False,
-                 closing: frozenset[int] = frozenset()):
+    def __init__(
+        self,
+        subset: Subset,
+        seq_len: int,
+        *,
+        truncate: bool = False,
+        response_only: bool = False,
+        closing: frozenset[int] = frozenset(),
+    ):
         self.subset = subset
         self.seq_len = seq_len
         self.truncated = 0
@@ -250,7 +257,7 @@ class DocumentRows:
 
     def cut(self, row: int) -> Cut:
         document, window = self._find(row)
-        begin, end = (int(x) for x in self.subset.extent(np.int64(document)))
+        begin, end = (int(places[0]) for places in self.subset.extent(np.array([document])))
         start = begin + window * self.seq_len
         size = min(self.seq_len, end - start)
         read = self.subset.store.read

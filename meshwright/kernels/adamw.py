@@ -79,7 +79,7 @@ def adamw_(
         return
     if skip is not None and bool(skip):
         return
-    decay, rate, root = 1.0 - lr * weight_decay, lr / correction1, correction2**0.5
+    shrink, pace, spread = 1.0 - lr * weight_decay, lr / correction1, correction2**0.5
     for flat in _blocks(master, grad, exp_avg, exp_avg_sq, working):
         w, g, m, v, out = flat
         assert w is not None and g is not None and m is not None and v is not None
@@ -88,8 +88,8 @@ def adamw_(
             g = g * grad_scale
         m.lerp_(g, 1.0 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-        w.mul_(decay)
-        w.sub_((m * rate).div_(v.sqrt().div_(root).add_(eps)))
+        w.mul_(shrink)
+        w.sub_((m * pace).div_(v.sqrt().div_(spread).add_(eps)))
         if out is not None:
             out.copy_(w)
 

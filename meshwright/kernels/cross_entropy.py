@@ -27,9 +27,10 @@ a CPU wants the chunk near its last cache."""
 def _chunk_rows(rows: int, vocab: int, logit: torch.Tensor) -> int:
     budget = _CHUNK_BYTES.get(logit.device.type, _CHUNK_BYTES_ACCELERATOR)
     most = max(1, budget // max(1, vocab * logit.element_size()))
-    count = -(-rows // most)
-    even = -(-rows // max(1, count))
-    return max(1, min(rows, -(-even // 128) * 128))  # equal chunks, no short last one, multiples of a matmul tile
+    tile = 128 if most >= 128 else 1  # whole tiles of a matrix product, where the budget allows one
+    most -= most % tile
+    even = -(-rows // max(1, -(-rows // most)))  # equal chunks, no short last one
+    return max(1, min(rows, -(-even // tile) * tile))
 
 
 def _softmax_rows(

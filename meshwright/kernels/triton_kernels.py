@@ -153,7 +153,7 @@ def _adamw(
     tl.store(avg_ptr + at, m, mask=inside)
     tl.store(sq_ptr + at, v, mask=inside)
     if copied:
-        tl.store(working_ptr + at, w, mask=inside)
+        tl.store(working_ptr + at, w.to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def _sgd(
     w -= g * tl.load(rate_ptr).to(wide)
     tl.store(master_ptr + at, w, mask=inside)
     if copied:
-        tl.store(working_ptr + at, w, mask=inside)
+        tl.store(working_ptr + at, w.to(tl.float32), mask=inside)
 
 
 _BLOCK = 1024

@@ -26,6 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
+from meshwright.distributed import device as devices
+
 __all__ = ["IDLE", "PARTS", "Split", "StepClock"]
 
 PARTS = ("compute", "communication", "data", "checkpoint", "evaluate")
@@ -68,7 +70,8 @@ class _StreamTimeline:
         self._stream = torch.accelerator.current_stream(device)
 
     def mark(self) -> torch.Event:
-        event = torch.Event(device=self._device, enable_timing=True)
+        event = devices.event(self._device, timing=True)
+        assert event is not None
         event.record(self._stream)
         return event
 

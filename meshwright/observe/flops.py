@@ -6,8 +6,8 @@ costs twice its forward. Not counted: recomputation, norms, activations, softmax
     matmuls    6 x (weights that multiply) for each position that they multiply: the blocks for every token, the head only for
                the positions whose logits are computed
     attention  12 x layers x heads x head_dim for each (query, key) pair: QK^T and PV are 2 x head_dim each forward, tripled
-               with the backward. A document of L tokens has L^2 pairs, L^2 / 2 when causal (half the square), w L - w^2 / 2
-               when causal in a window of w < L keys
+               with the backward. A document of L tokens has L^2 pairs, L^2 / 2 when causal (half the square). In a window
+               of w < L keys: L^2 - (L - w)(L - w + 1), and when causal w L - w^2 / 2
     MFU        operations of the step / (seconds x peak of a device x devices), seconds without evaluation
 
 The peak is the data sheet's dense rate where the device is known (`meshwright.plan.hardware`), else the rate of a large
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.config.schema import ModelConfig
+from meshwright.distributed import device as devices
 from meshwright.plan.hardware import lookup
 
 __all__ = [
@@ -94,15 +95,15 @@ def matmul_weights(config: ModelConfig, task: str = "lm") -> MatmulWeights:
 
 
 def attention_pairs(lengths: Iterable[int], *, causal: bool, window: int | None = None) -> float:
-    """(query, key) pairs of documents of these lengths; `window` keys at most for each query, its own included."""
+    """(query, key) pairs of documents of these lengths; `window`: keys that a query sees, its own included (without
+    `causal` as many on either side)."""
     total = 0.0
     for length in lengths:
-        if not causal:
-            total += length * length
-        elif window is None or window >= length:
-            total += length * length / 2
+        beyond = 0 if window is None else max(0, length - window)
+        if causal:
+            total += (length * length - beyond * beyond) / 2
         else:
-            total += window * length - window * window / 2
+            total += length * length - beyond * (beyond + 1)
     return total
 
 
@@ -141,16 +142,14 @@ def measure_matmul(device: torch.device | str, precision: str, *, size: int | No
     On a CPU every rank of the machine should measure at the same time, since they share the cores in training too.
     """
     device = torch.device(device)
-    on_host = device.type == "cpu"
-    size = size or (768 if on_host else 8192)
+    size = size or (768 if device.type == "cpu" else 8192)
     a = torch.ones(size, size, device=device, dtype=_DTYPES[precision])
     out = torch.empty_like(a)
     fastest, spent, runs = float("inf"), 0.0, 0
     while spent < seconds or runs < 4:
         start = time.perf_counter()
         torch.matmul(a, a, out=out)
-        if not on_host:
-            torch.accelerator.synchronize(device)
+        devices.synchronize(device)
         took = time.perf_counter() - start
         runs += 1
         if runs > 1:  # the first one loads libraries and chooses kernels
@@ -165,7 +164,7 @@ def peak_rate(device: torch.device | str, precision: str, device_name: str | Non
     precision: fp32, fp64, bf16 or fp16; fp32 stands for TF32 where torch is told to use that for fp32 matmuls.
     """
     known = lookup(device_name) if device_name else None
-    key = "tf32" if precision == "fp32" and torch.get_float32_matmul_precision() != "highest" else precision
+    key = "tf32" if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else precision
     if known is None or key not in known.peak:
         return measure_matmul(device, precision)
     return Peak(known.peak[key], f"{known.name} data sheet, {key} dense")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class MetricsWriter:
         self.last_step = kept[-1]["step"] if kept else 0
         """Step of the newest line; after opening, smaller than `resume_step` if lines of the run are missing."""
         self.process = 1 + max((record.get("process", 1) for record in kept), default=0)
-        self._file = open(self.path, "a", encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
 
     def write(
         self,
@@ -62,21 +63,21 @@ class MetricsWriter:
         tokens: int,
         tokens_per_s: float,
         **more: Any,
-    ) -> dict[str, Any]:
-        """Append the line of `step` and return it. Steps only go up; values are numbers, strings, null or dicts of those.
+    ) -> None:
+        """Append the line of `step`; `more` holds numbers, strings, null, or dicts of those.
 
-        tokens: trained on since the start of the run, this step included. None as loss: a skipped step that has none.
+        loss, grad_norm: None where the step had none (no target in the whole batch). tokens: since the start of the run.
+        Raises ValueError when the step is not beyond the last one: our own mistake.
         """
         if step <= self.last_step:
             raise ValueError(f"step {step} after step {self.last_step}: a step is written once, in order")
         given = {"step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_s": tokens_per_s}
-        record, nonfinite = _clean({**given, **more, "process": self.process})
+        line, nonfinite = _clean({**given, **more, "process": self.process})
         if nonfinite:
-            record["nonfinite"] = nonfinite
-        self._file.write(_line(record))
+            line["nonfinite"] = nonfinite
+        self._file.write(_line(line))
         self._file.flush()
         self.last_step = step
-        return record
 
     def close(self) -> None:
         self._file.close()
@@ -92,7 +93,7 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def _clean(values: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
+def _clean(values: Mapping[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
     """Values as JSON can hold them, and the dotted names of those that were NaN or infinite."""
     record: dict[str, Any] = {}
     nonfinite: list[str] = []
@@ -100,7 +101,7 @@ def _clean(values: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], li
         name = prefix + key
         if hasattr(value, "item"):  # a numpy or torch scalar
             value = value.item()
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             record[key], inner = _clean(value, name + ".")
             nonfinite += inner
         elif isinstance(value, float) and not math.isfinite(value):
@@ -124,7 +125,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(findings=[Finding(str(path), f"cannot be read: {error.strerror}", "Is this a run folder?")]) from None
     tail = lines.pop()  # what follows the last newline: nothing, or the beginning of a line
-    records, findings = [], []
+    records: list[dict[str, Any]] = []
+    findings: list[Finding] = []
     for number, line in enumerate(lines, start=1):
         reason = ""
         try:

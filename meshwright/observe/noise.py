@@ -82,6 +82,7 @@ def batch_warning(batch: int, noise: NoiseScale, *, factor: float = 4.0, after: 
     if noise.updates < after or scale is None or batch <= factor * scale:
         return None
     return (
-        f"the global batch of {batch} rows is {batch / max(scale, 1e-12):.3g} times the measured gradient noise scale of {scale:.3g} rows: "
-        "more rows a step hardly improve the gradient here. A smaller train.batch would learn as much in fewer tokens"
+        f"the global batch of {batch} rows is more than {factor:g} times the measured gradient noise scale of "
+        f"{scale:.3g} rows: more rows a step hardly improve the gradient here. "
+        "A smaller train.batch would learn as much in fewer tokens"
     )

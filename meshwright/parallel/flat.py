@@ -4,7 +4,7 @@ Parameters are grouped by (decayed or not, dtype). A group owns contiguous 1-D b
 
     working   what the model computes with; every parameter is a view into it
     master    what the optimizer updates: at least fp32, the very same buffer where the working dtype already is
-    gradient  in the dtype of master; allocated when first needed
+    gradient  in the dtype of master, or of working where nothing is summed; allocated when first needed
 
 A parameter starts at a multiple of ALIGN_BYTES; the gaps hold zeros for ever, so that sums over a buffer are sums over
 parameters. Every buffer is a plain contiguous range, hence a rank that keeps only a share of the optimizer's work needs
@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
 
-from meshwright.errors import LayoutError
+from meshwright.errors import Finding, LayoutError
 from meshwright.spec.parameters import Table
 
 __all__ = ["ALIGN_BYTES", "Bucket", "FlatParameters", "Group", "Piece", "Slot", "decays", "master_dtype"]
@@ -41,17 +40,16 @@ def decays(name: str, no_decay: Iterable[str]) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A contiguous run of one logical tensor, as a checkpoint stores it.
+    """The block of a logical tensor that this rank holds, as checkpoints read and fill it.
 
-    name: logical name, e.g. `model/layers.0.mlp.up.weight`. tensor: 1-D or shaped view of the live values held here.
-    shape: of the whole logical tensor. offset: first element of `tensor` in the flattened logical tensor.
-    owner: whether this rank writes it; of several ranks with the same values exactly one does.
+    name: logical name, e.g. `model/layers.0.mlp.up.weight`. tensor: view of the live values. shape: of the whole logical
+    tensor. offset: where `tensor` starts in it, a number a dimension. owner: False forbids that this copy is written.
     """
 
     name: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
-    offset: int = 0
+    offset: tuple[int, ...]
     owner: bool = True
 
 
@@ -84,14 +82,24 @@ class Group:
         self.device = device
         self.working = torch.zeros(size, dtype=dtype, device=device)
         self.master = self.working if master_dtype(dtype) == dtype else self.buffer()
+        self._gradient: torch.Tensor | None = None
 
     def buffer(self) -> torch.Tensor:
         """A new zero buffer [size] in the dtype of the masters."""
         return torch.zeros(self.size, dtype=master_dtype(self.dtype), device=self.device)
 
-    @cached_property
+    @property
     def gradient(self) -> torch.Tensor:
-        return self.buffer()
+        """The gradient buffer [size]. Raises RuntimeError before the first `use_gradient`."""
+        if self._gradient is None:
+            raise RuntimeError("no backward has run yet, so there are no gradients")
+        return self._gradient
+
+    def use_gradient(self, dtype: torch.dtype) -> None:
+        """Makes the gradient buffer one of `dtype`. Contents are lost where that changes it."""
+        if self._gradient is None or self._gradient.dtype != dtype:
+            self._gradient = None  # free the old one first
+            self._gradient = torch.zeros(self.size, dtype=dtype, device=self.device)
 
     @property
     def mixed(self) -> bool:
@@ -117,19 +125,21 @@ class FlatParameters:
     """All parameters of a model: the trainable ones moved into groups, the frozen ones cast in place.
 
     model: on the device, or on meta; then buffers and frozen parameters come up uninitialised and trainable ones zero,
-    to be filled inside `masters()`. A parameter that the model holds under several names is kept once, under the
-    canonical name of the table, else under the first one.
+    to be filled inside `Engine.masters()`. A parameter that the model holds under several names is kept once, under the
+    canonical name of the table, else under the first one. Raises LayoutError where nothing can be trained.
     """
 
     def __init__(
         self, model: nn.Module, *, dtype: torch.dtype, device: torch.device, no_decay: Iterable[str], table: Table | None
     ):
         self.model = model
+        every = _canonical(model, table)
+        _check_kinds(every)
         words = tuple(no_decay)
         self.frozen: dict[str, nn.Parameter] = {}
         plans: dict[bool, list[tuple[str, int, nn.Parameter]]] = {}
-        for index, (name, parameter) in enumerate(_canonical(model, table).items()):
-            if parameter.requires_grad and parameter.dtype.is_floating_point:
+        for index, (name, parameter) in enumerate(every.items()):
+            if parameter.requires_grad:
                 plans.setdefault(decays(name, words), []).append((name, index, parameter))
             else:
                 self.frozen[name] = parameter
@@ -143,7 +153,9 @@ class FlatParameters:
                 parameter.data = parameter.detach().to(device, kind)
         _place_buffers(model, dtype, device)
 
-    def _group(self, members: list[tuple[str, int, nn.Parameter]], decay: bool, dtype: torch.dtype, device: torch.device) -> Group:
+    def _group(
+        self, members: list[tuple[str, int, nn.Parameter]], decay: bool, dtype: torch.dtype, device: torch.device
+    ) -> Group:
         align = ALIGN_BYTES // dtype.itemsize
         slots, end = [], 0
         for name, index, parameter in members:
@@ -201,9 +213,24 @@ def _canonical(model: nn.Module, table: Table | None) -> dict[str, nn.Parameter]
         if canonical not in every or other not in every:
             continue
         if every[canonical] is not every[other]:
-            raise LayoutError(f"{other} is declared to be {canonical}, but the model holds two tensors; tie them before parallelize")
+            raise LayoutError(
+                f"{other} is declared to be {canonical}, but the model holds two tensors; tie them before parallelize"
+            )
         renamed[id(every[canonical])] = canonical
     return {renamed.get(id(parameter), name): parameter for name, parameter in model.named_parameters()}
+
+
+def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    findings = [
+        Finding(name, f"is a trainable parameter of dtype {parameter.dtype}", "Keep its real and imaginary part as two")
+        for name, parameter in trained.items()
+        if not parameter.dtype.is_floating_point
+    ]
+    if not trained:
+        findings = [Finding("model", "has no trainable parameter", "Let some parameter require a gradient")]
+    if findings:
+        raise LayoutError(findings=findings)
 
 
 def _replace(model: nn.Module, old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.parallel.flat import master_dtype
 
-__all__ = ["agree_any", "agree_first", "clip_coefficient", "digest", "differing", "reduce_sum", "square_norm"]
+__all__ = ["agree_any", "agree_first", "clip_coefficient", "differing", "digest", "reduce_sum", "square_norm"]
 
 CHUNK = 1 << 15
 """Elements summed in one run before the partial sums are: keeps fp32 rounding near 1e-7 for any size."""
@@ -70,6 +70,8 @@ def agree_first(index: int | None, groups: Iterable[dist.ProcessGroup], device: 
     return None if first == none else first
 
 
+DIGEST_BLOCK = 1 << 24
+"""Elements digested at a time: their int64 copies stay small."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,8 +82,8 @@ def digest(values: torch.Tensor) -> torch.Tensor:
     """
     bits = values.detach().reshape(-1).view(_INTEGERS[values.dtype.itemsize])
     total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), 1 << 24):  # the int64 copy stays small
-        part = bits[start : start + (1 << 24)].to(torch.int64)
+    for start in range(0, bits.numel(), DIGEST_BLOCK):
+        part = bits[start : start + DIGEST_BLOCK].to(torch.int64)
         place = torch.arange(start + 1, start + 1 + part.numel(), dtype=torch.int64, device=bits.device)
         total += torch.stack([part.sum(), (part * place).sum()])
     return total

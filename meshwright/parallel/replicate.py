@@ -1,12 +1,16 @@
 """Data parallelism: gradients gathered into the flat buffers while backward runs, and summed over the data ranks.
 
-A parameter's gradient takes one of three ways, bytes moved per parameter and micro-step counted beside (bf16 weights):
+What moves a parameter, in bytes read and written, between autograd's own tensor and the flat buffer:
 
-    direct   one rank, one micro-step: autograd's own tensor is kept and read by norm and update         0 B (fp32: 0)
-    first    first micro-step of several, or several ranks: copied into the buffer             r2 + w4 = 6 B (fp32: 8)
-    added    later micro-steps: fp32 autograd adds in place, bf16 a hook adds              r2 + r4 + w4 = 10 B (fp32: 12)
+                                                        bf16, fp16 weights       fp32 weights
+    first micro-step: a hook copies                     r2 + w4 =  6             r4 + w4      =  8
+    later ones: added (by a hook; fp32 by autograd)     r2 + r4 + w4 = 10        r4 + r4 + w4 = 12
+    one rank and one micro-step: nothing to be summed,
+    so the buffer has the dtype of the weights          r2 + w2 =  4             r4 + w4      =  8
 
-Nothing is divided: the loss is already a sum over the global number of targets.
+and then the norm reads the buffer once (4 or 2) and the update once (4 or 2) beside master and two moments (r12 + w12) and
+the working copy (w2). A buffer is never cleared: the first micro-step overwrites it. Nothing is divided: the loss is already
+a sum over the global number of targets.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.flat import Bucket, FlatParameters, Group, Slot
+from meshwright.parallel.flat import FlatParameters, Group, Slot, master_dtype
 from meshwright.parallel.norm import square_norm
 
 __all__ = ["Gradients"]
@@ -36,17 +40,18 @@ class Gradients:
         self.group = group
         self.overlap = overlap
         self.measure_noise = False
-        """Ask, before the first micro-step, for `square_norms` of this step."""
+        """Ask, before the first micro-step, for `square_norms`."""
         self.square_norms: list[torch.Tensor] = []
+        """Square norms of this rank's own part of the gradient: of all its micro-steps where there are several ranks, of
+        the first of several micro-steps on one rank."""
         self.buckets = parameters.buckets(bucket_bytes)
-        self._bucket = {id(slot): number for number, bucket in enumerate(self.buckets) for slot in bucket.slots}
-        self._waiting: list[int] = []
+        self._bucket = self._numbers()
+        self._missing: list[set[int]] = []
         self._launched = 0
         self._work: list[dist.Work] = []
         self._scopes = 0
         self._open = self._last = False
-        self.direct = False
-        self._arrived: set[int] = set()
+        self._settled = False
         for owner, slot in parameters.each():
             slot.parameter.register_post_accumulate_grad_hook(self._hook(owner, slot))
 
@@ -54,59 +59,51 @@ class Gradients:
     def scope(self, last: bool) -> Iterator[None]:
         """Around the backward of one micro-step; `last` on the last one of the step."""
         if self._open or self._last:
-            raise MeshwrightError("a backward scope was opened inside another, or after the last one of the step; call zero() first")
+            raise MeshwrightError("a backward scope inside another, or after the last one of the step: call zero() first")
         self._open, self._last = True, last
         self._scopes += 1
-        self.direct = last and self._scopes == 1 and self.group is None
-        self._arrived.clear()
-        self._waiting = [len(bucket.slots) for bucket in self.buckets]
+        if self._scopes == 1:
+            for group in self.parameters.groups:
+                group.use_gradient(group.dtype if last and self.group is None else master_dtype(group.dtype))
+        self._missing = [{id(slot) for slot in bucket.slots} for bucket in self.buckets]
         try:
             yield
         finally:
             self._open = False
-        if last:
-            self._complete()
-        elif self.measure_noise and self.group is None and self._scopes == 1:
+        alone = self.group is None and self._scopes == 1 and not last
+        if last or (alone and self.measure_noise):
             self._zero_untouched()
-            self.square_norms.append(self._square([group.gradient for group in self.parameters.groups]))
+        if alone and self.measure_noise:
+            self.square_norms = [self.square()]
+        if last and self.overlap:
+            self._launch(len(self.buckets))
+        elif last and self.group is not None:
+            self._measure(len(self.buckets))
 
     def finish(self, wait: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """Waits until every bucket is reduced; only the waiting is inside `wait()`."""
-        if self.group is not None and (self._work or self._launched < len(self.buckets)):
-            with wait():
-                self._launch(len(self.buckets))
-                for work in self._work:
-                    work.wait()
+        if self.group is None:
+            return
+        with wait():
+            self._launch(len(self.buckets))
+            for work in self._work:
+                work.wait()
         self._work = []
+        if self.overlap and not self._settled:
+            self._settle()
 
     def zero(self) -> None:
-        """Forgets the gradients of the step. Writes nothing: the next first micro-step overwrites the buffers."""
+        """Forgets the gradients of the step."""
         for slot in self.parameters.slots:
             slot.parameter.grad = None
             slot.touched = False
         self.square_norms = []
         self._scopes = self._launched = 0
-        self._last = self.direct = False
-
-    def each(self) -> Iterator[tuple[Group, Slot, torch.Tensor]]:
-        """Every trainable parameter with its gradient, in the order of the model. Shaped as the parameter; zeros where
-        backward did not reach it; in the dtype of the masters, or of the weights where `direct`."""
-        for group, slot in self.parameters.each():
-            if self.direct:
-                if slot.parameter.grad is None:
-                    slot.parameter.grad = torch.zeros_like(slot.parameter)
-                yield group, slot, slot.parameter.grad
-            else:
-                yield group, slot, slot.of(group.gradient)
+        self._last = False
 
     def square(self) -> torch.Tensor:
-        """Sum of squares of all gradients held here, loss scale included."""
-        if self.direct:
-            return self._square([gradient for _, _, gradient in self.each()])
-        return self._square([group.gradient for group in self.parameters.groups])
-
-    def _square(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([square_norm(part) for part in parts]).sum()
+        """Sum of squares of all gradients held here, loss scale included: 0-d."""
+        return torch.stack([square_norm(group.gradient) for group in self.parameters.groups]).sum()
 
     def _hook(self, group: Group, slot: Slot) -> Callable[[torch.Tensor], None]:
         def arrived(parameter: torch.Tensor) -> None:
@@ -117,41 +114,34 @@ class Gradients:
     def _arrive(self, group: Group, slot: Slot, parameter: torch.Tensor) -> None:
         if not self._open:
             raise MeshwrightError(f"backward reached {slot.name} outside engine.backward_scope")
-        if self.direct:
-            return
         gradient = parameter.grad
-        assert gradient is not None  # autograd calls this hook right after it has set it
+        assert gradient is not None  # autograd has just set it
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
         view = slot.of(group.gradient)
         if gradient.data_ptr() != view.data_ptr():  # else autograd has added in place
             if slot.touched:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = None if group.mixed else view
+            parameter.grad = view if view.dtype == parameter.dtype else None
         slot.touched = True
         if self._last:
             self._count(slot)
 
     def _count(self, slot: Slot) -> None:
-        if id(slot) in self._arrived:
+        missing = self._missing[self._bucket[id(slot)]]
+        if id(slot) not in missing:
             raise MeshwrightError(
-                f"{slot.name} got a second gradient in the last micro-step; run one backward a scope (with recompute, "
-                "use_reentrant=False)"
+                f"{slot.name} got a second gradient in the last micro-step: run one backward a scope, and recompute with "
+                "use_reentrant=False"
             )
-        self._arrived.add(id(slot))
-        self._waiting[self._bucket[id(slot)]] -= 1
+        missing.remove(id(slot))
         if self.overlap:
             ready = self._launched
-            while ready < len(self.buckets) and self._waiting[ready] == 0:
+            while ready < len(self.buckets) and not self._missing[ready]:
                 ready += 1
             self._launch(ready)
-
-    def _complete(self) -> None:
-        if self.direct:
-            return
-        self._zero_untouched()
-        if self.overlap:
-            self._launch(len(self.buckets))
 
     def _zero_untouched(self) -> None:
         for group, slot in self.parameters.each():
@@ -163,13 +153,31 @@ class Gradients:
         """Starts the reduction of the buckets before `stop` that have not been started."""
         if self.group is None:
             return
+        if self.overlap:
+            self._measure(stop)
         for bucket in self.buckets[self._launched : stop]:
-            if self.measure_noise:
-                self._add_square(square_norm(bucket.gradient))
             work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
-            assert work is not None  # asynchronous calls on a group that this rank is in return one
+            assert work is not None  # asynchronous, on a group that this rank is in
             self._work.append(work)
         self._launched = max(stop, self._launched)
 
-    def _add_square(self, value: torch.Tensor) -> None:
-        self.square_norms = [self.square_norms[0] + value] if self.square_norms else [value]
+    def _settle(self) -> None:
+        """After the first step: buckets that some rank did not complete, because the model leaves a parameter unused, go
+        last, or the ones behind them would never leave before the end of backward. The ranks agree on the order; it
+        changes no value."""
+        device = self.parameters.groups[0].device
+        late = torch.tensor([bool(missing) for missing in self._missing], dtype=torch.int32, device=device)
+        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.group)
+        order = sorted(range(len(self.buckets)), key=late.tolist().__getitem__)
+        self.buckets = [self.buckets[number] for number in order]
+        self._bucket = self._numbers()
+        self._settled = True
+
+    def _numbers(self) -> dict[int, int]:
+        return {id(slot): number for number, bucket in enumerate(self.buckets) for slot in bucket.slots}
+
+    def _measure(self, stop: int) -> None:
+        """Adds the square norms of the buckets that `_launch(stop)` is about to reduce."""
+        for bucket in self.buckets[self._launched : stop] if self.measure_noise else ():
+            part = square_norm(bucket.gradient)
+            self.square_norms = [self.square_norms[0] + part] if self.square_norms else [part]

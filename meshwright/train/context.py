@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from meshwright.checkpoint import CheckpointStore
+from meshwright.checkpoint import CheckpointStore, Piece
 from meshwright.config.schema import Config
 from meshwright.data.loader import Loader
-from meshwright.distributed.reduce import Group
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
+from meshwright.distributed.world import Ranks
 from meshwright.observe.clock import StepClock
+from meshwright.observe.progress import NullProgress
 from meshwright.observe.trace import Profile
 from meshwright.parallel.apply import Engine
 from meshwright.spec.plan import Plan
@@ -30,16 +29,16 @@ __all__ = ["Context"]
 
 @dataclass
 class Context:
-    """control: the group for counts and decisions, on the host. data_group: the ranks that see different samples."""
+    """data_rank: this rank's place among those that see different samples.
+
+    identity: what a resume must find unchanged, as JSON (model numbers, tokenizer, rows of the data, seed).
+    """
 
     config: Config
     plan: Plan
-    folder: Path
+    ranks: Ranks
     device: torch.device
-    control: Group
-    data_group: Group
     data_rank: int
-    model: nn.Module
     engine: Engine
     objective: Objective
     train_loader: Loader
@@ -47,12 +46,12 @@ class Context:
     store: CheckpointStore
     clock: StepClock
     recorder: Recorder
+    progress: NullProgress
     profile: Profile
     stop: StopFlag
     watchdog: Watchdog
     budget: Budget
     identity: dict[str, Any]
-    """What a resume must find unchanged: model numbers, tokenizer, data rows, seed."""
     state: TrainState = field(default_factory=TrainState)
     started: float = field(default_factory=time.monotonic)
     saved_at: int | None = None
@@ -60,7 +59,10 @@ class Context:
 
     @property
     def is_lead(self) -> bool:
-        return self.control.rank == 0
+        return self.ranks.rank == 0
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(p.name, p.tensor, p.shape, p.offset, p.owner) for p in self.engine.parameters_state()]
 
     def elapsed(self) -> float:
         """Seconds of training, earlier parts of a resumed run included."""
@@ -69,9 +71,3 @@ class Context:
     def out_of_time(self) -> bool:
         """Only the lead's clock decides; the decision reaches the others through `agree`."""
         return self.is_lead and self.budget.hours is not None and self.elapsed() >= self.budget.hours * 3600
-
-    def why_stopped(self) -> tuple[str, bool]:
-        """Reason and whether the run is finished, after all ranks agreed to stop at a step boundary."""
-        if self.control.max([int(self.out_of_time())])[0]:
-            return f"{self.budget.hours} hours spent", True
-        return "stopped by a signal", False

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
-from meshwright.train.context import Context
+from meshwright.data.loader import Loader
+from meshwright.parallel.apply import Engine
+from meshwright.train.objectives import Objective
 
 __all__ = ["evaluate"]
 
 
-def evaluate(run: Context) -> dict[str, float]:
+def evaluate(
+    engine: Engine, objective: Objective, loader: Loader, *, rows: int, device: torch.device
+) -> dict[str, float]:
     """Figures of the held-out rows (see `Objective.figures`), with the averaged weights where there are any.
 
-    All ranks must call it. Sums are fp64 and added over the data ranks, so padded rows, which weigh zero, change nothing.
+    rows: how many of them, 0 for all. Every data rank must call it. Sums are fp64 and added over the data ranks; padded rows
+    weigh zero, so ragged ends are exact.
     """
-    assert run.valid_loader is not None
-    sums: torch.Tensor | None = None
-    was_training = run.model.training
-    run.model.eval()
-    with run.engine.averaged(), torch.no_grad():
-        for batch in run.valid_loader.evaluate(run.config.evaluate.rows):
-            part = run.objective.evaluate(run.model, batch.to(run.device))
-            sums = part if sums is None else sums + part
-    run.model.train(was_training)
-    assert sums is not None, "a loader yields at least one batch on every rank"
-    run.data_group.sum_(sums)
-    return run.objective.figures(sums)
+    with engine.averaged():
+        sums = sum_batches(engine.model, objective, loader, rows=rows, device=device)
+    if engine.axes.data is not None:
+        dist.all_reduce(sums, group=engine.axes.data)
+    return objective.figures(sums)
+
+
+@torch.no_grad()
+def sum_batches(
+    model: nn.Module, objective: Objective, loader: Loader, *, rows: int, device: torch.device
+) -> torch.Tensor:
+    """`Objective.evaluate` summed over this rank's batches, with the model in evaluation mode meanwhile."""
+    was_training = model.training
+    model.eval()
+    parts = [objective.evaluate(model, batch.to(device)) for batch in loader.evaluate(rows)]
+    model.train(was_training)
+    return torch.stack(parts).sum(0)

@@ -6,70 +6,96 @@ On an accelerator the numbers of step k are read after step k + 1 was queued, so
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from meshwright.errors import NumericsError
 from meshwright.observe.clock import Split
+from meshwright.observe.metrics import MetricsWriter
+from meshwright.observe.progress import NullProgress
+from meshwright.train.figures import Figures
+from meshwright.train.result import Agreed, StepResult
 
-if TYPE_CHECKING:
-    from meshwright.train.context import Context
-    from meshwright.train.step import Agreed, StepResult
-
-__all__ = ["Recorder", "Sink"]
+__all__ = ["MetricsSink", "ProgressSink", "Recorder"]
 
 
 class Sink(Protocol):
-    """Takes the finished line of a step: the metrics file, TensorBoard, the progress line."""
+    """Takes the finished line of a step."""
 
     def write(self, record: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
 
+class MetricsSink:
+    """metrics.jsonl."""
+
+    def __init__(self, writer: MetricsWriter):
+        self._writer = writer
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._writer.write(**record)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class ProgressSink:
+    """The line that a person sees, and a line of its own for each evaluation."""
+
+    def __init__(self, progress: NullProgress):
+        self._progress = progress
+
+    def write(self, record: dict[str, Any]) -> None:
+        self._progress.update(record["step"], loss=record["loss"], tokens_per_s=record["tokens_per_s"])
+        held_out = {key: value for key, value in record.items() if key.startswith("val_") and key != "val_targets"}
+        if held_out:
+            shown = ", ".join(f"{key.removeprefix('val_').replace('_', ' ')} {value:.4g}" for key, value in held_out.items())
+            self._progress.note(f"step {record['step']}: held-out {shown}")
+
+    def close(self) -> None:
+        self._progress.close()
+
+
 @dataclass
 class _Pending:
-    counters: dict[str, Any]
+    record: dict[str, Any]
+    agreed: Agreed
     result: StepResult
     split: Split
-    finish: Callable[[dict[str, Any], Split], dict[str, Any]]
 
 
 class Recorder:
-    """sinks: only on the lead rank; the others keep the policy on numbers that are not finite, and write nothing.
+    """sinks: of the lead rank; the others have none and keep only the policy on numbers that are not finite.
 
-    deferred: read a step's numbers one step late. Off where the next learning rate depends on them (fp16, `skip`).
+    deferred: read a step's numbers one step late. Never where the next learning rate depends on them (must_know_skips).
     """
 
-    def __init__(self, sinks: list[Sink], *, deferred: bool, on_nonfinite: str, must_know_skips: bool):
+    def __init__(
+        self,
+        sinks: Sequence[Sink],
+        figures: Figures,
+        *,
+        deferred: bool,
+        must_know_skips: bool,
+        stop_on_nonfinite: bool,
+    ):
         self.must_know_skips = must_know_skips
         self._sinks = sinks
-        self._deferred = deferred and not must_know_skips
-        self._stop_on_nonfinite = on_nonfinite == "stop"
+        self.figures = figures
+        self.deferred = deferred and not must_know_skips
+        self._stop_on_nonfinite = stop_on_nonfinite
         self._pending: _Pending | None = None
 
-    def record(self, run: Context, agreed: Agreed, result: StepResult, lr: float, held_out: dict[str, float], split: Split) -> None:
-        """Take the numbers of the step that `run.state` has just counted."""
-        state = run.state
-        counters: dict[str, Any] = {
-            "step": state.step,
-            "lr": lr,
-            "tokens": state.tokens,
-            "samples": state.consumed - state.dropped,
-            "batch": agreed.rows,
-            "targets": agreed.targets,
-            "updates": state.updates,
-            "skipped": state.skipped,
-            "step_tokens": agreed.tokens,
-            **held_out,
-        }
-        previous, self._pending = self._pending, _Pending(counters, result, split, run.figures)
+    def record(self, record: dict[str, Any], agreed: Agreed, result: StepResult, split: Split) -> None:
+        """Take a step: `record` has its counters, `result` the device scalars that may not be there yet."""
+        previous, self._pending = self._pending, _Pending(record, agreed, result, split)
         if previous is not None:
             self._write(previous)
-        if not self._deferred:
+        if not self.deferred:
             self.flush()
 
     def flush(self) -> None:
@@ -79,18 +105,16 @@ class Recorder:
             self._write(pending)
 
     def _write(self, pending: _Pending) -> None:
-        result = pending.result
-        loss, norm = torch.stack([result.loss.double(), result.grad_norm.double()]).tolist()
-        record = {"loss": loss, "grad_norm": norm, "loss_scale": result.loss_scale, **pending.counters}
+        result, record = pending.result, pending.record
+        loss, norm, small = torch.stack([result.loss, result.grad_norm, result.noise]).tolist()
+        record = {"loss": loss, "grad_norm": norm, **record, "loss_scale": result.loss_scale}
+        if pending.agreed.targets == 0:  # no target in the whole global batch: there is no loss
+            record.update(loss=None, grad_norm=None)
+        record.update(self.figures.of(pending.agreed, pending.split, norm=norm, small=small))
         for sink in self._sinks:
-            sink.write(pending.finish(record, pending.split))
-        overflow = result.loss_scale != 1.0 and math.isfinite(loss)  # fp16's own business: the scale goes down and it tries again
-        if self._stop_on_nonfinite and not overflow and not (math.isfinite(loss) and math.isfinite(norm)):
-            what = f"loss {loss}, gradient norm {norm}"
-            raise NumericsError(
-                f"step {record['step']}: {what} is not finite; the weights are those before this step. "
-                "Lower train.lr, look at the data of this step, or set train.on_nonfinite: skip"
-            )
+            sink.write(record)
+        if self._stop_on_nonfinite and not result.retries and not (math.isfinite(loss) and math.isfinite(norm)):
+            raise NumericsError(_explain(record["step"], loss, norm, result.culprit()))
 
     def __enter__(self) -> Recorder:
         return self
@@ -100,3 +124,11 @@ class Recorder:
             self.flush()
         for sink in self._sinks:
             sink.close()
+
+
+def _explain(step: int, loss: float, norm: float, culprit: str | None) -> str:
+    where = f", first in the gradient of {culprit}" if culprit else ""
+    return (
+        f"step {step}: loss {loss}, gradient norm {norm}{where}. The step was not applied. "
+        "Lower train.lr, look at the rows of this step, or set train.on_nonfinite: skip"
+    )

@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import math
 
 import torch
+import torch.distributed as dist
 
+from meshwright.data.batch import Batch
 from meshwright.data.loader import StepData
+from meshwright.distributed.reduce import sum_scalars
 from meshwright.kernels.dropout import position_keys
 from meshwright.train.context import Context
+from meshwright.train.figures import pairs_of
+from meshwright.train.result import Agreed, StepResult
 
-__all__ = ["Agreed", "StepResult", "agree", "train_step"]
+__all__ = ["agree", "train_step"]
 
-
-@dataclass(frozen=True)
-class Agreed:
-    """What all ranks know before the first forward of a step."""
-
-    targets: int
-    tokens: int
-    rows: int
-    stop: bool
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Device scalars of one step; reading them waits for the device.
-
-    loss: mean over the global targets (label smoothing included, z-loss not). skipped: True where nothing was updated.
-    """
-
-    loss: torch.Tensor
-    grad_norm: torch.Tensor
-    skipped: torch.Tensor | bool
-    loss_scale: float
+NOISE_EVERY = 10
+"""Steps between two measurements of the gradient noise: each costs one more pass over this rank's gradient."""
 
 
 def agree(run: Context, data: StepData) -> Agreed:
     """Sum the counts of all data ranks; any rank that was asked to stop stops all. One small reduction on the host."""
+    model = run.config.model
+    causal, window = model.arch == "decoder", model.sliding_window
+    pairs = sum(pairs_of(batch, causal=causal, window=window) for batch in data.micro)
     stop = run.stop.local or run.out_of_time()
-    targets, tokens, rows, stops = run.control.sum([data.targets, data.tokens, data.local_rows, int(stop)])
-    return Agreed(int(targets), int(tokens), int(rows), stops > 0)
+    mine = [data.targets, data.tokens, data.local_rows, pairs, int(stop)]
+    targets, tokens, rows, pairs, stops = sum_scalars(mine, run.ranks.control)
+    return Agreed(int(targets), int(tokens), int(rows), pairs, stops > 0)
 
 
 def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepResult:
@@ -50,34 +39,61 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
     Each micro-batch adds sum(losses) / global targets, so gradients are summed, never averaged, over ranks and micro-steps.
     A step without a single target in the whole global batch updates nothing.
     """
-    engine, clock = run.engine, run.clock
-    if run.config.model.attention_dropout:  # hidden dropout needs no generator; attention kernels draw from torch's
-        torch.manual_seed(_generator_seed(run.config.run.seed, run.state.step, run.data_rank))
+    engine, clock, config = run.engine, run.clock, run.config
+    if config.model.attention_dropout:  # hidden dropout needs no generator; attention kernels draw from torch's
+        torch.manual_seed(_generator_seed(config.run.seed, run.state.step, run.data_rank))
+    engine.measure_noise = config.train.noise_scale and run.state.step % NOISE_EVERY == 0
     engine.zero()
-    loss_sum = torch.zeros((), dtype=torch.float64 if run.config.precision == "fp64" else torch.float32, device=run.device)
-    run.model.train()
+    # [loss sum, square norm of this part's mean gradient]; fp64, so that sums over ranks do not round
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     for i, micro in enumerate(data.micro):
         with clock.span("compute"):
             batch = micro.to(run.device)
-            parts = run.objective.loss(run.model, batch, _dropout_key(run, batch))
-            loss_sum += (parts.loss_sum - parts.z_sum).detach()
+            parts = run.objective.loss(engine.model, batch, _dropout_key(run, batch))
+            sums[0] += (parts.loss_sum - parts.z_sum).detach()
             with engine.backward_scope(last=i == len(data.micro) - 1):
                 (parts.loss_sum * (engine.loss_scale / max(1, agreed.targets))).backward()
     with clock.span("compute"):
         engine.finish(clock.waiting)
+        sums[1] = _part_square(run, data, agreed)
+        if run.engine.axes.data is not None:
+            with clock.waiting():
+                dist.all_reduce(sums, group=run.engine.axes.data)
+        loss, noise = sums[0] / max(1, agreed.targets), sums[1] / run.plan.layout.dp
         if agreed.targets == 0:
-            return StepResult(loss_sum, torch.zeros_like(loss_sum), True, engine.loss_scale)
-        info = engine.update(lr, run.config.train.clip)
-        run.data_group.sum_(loss_sum)
-    return StepResult(loss_sum / agreed.targets, info.grad_norm, info.skipped, info.loss_scale)
+            zero = torch.zeros_like(loss)
+            return StepResult(zero, zero, noise, True, engine.loss_scale, False, _nothing)
+        info = engine.update(lr, config.train.clip)
+    return StepResult(
+        loss=loss,
+        grad_norm=info.grad_norm.double(),
+        noise=noise,
+        skipped=info.skipped,
+        loss_scale=info.loss_scale,
+        retries=engine.scaler is not None and not info.exhausted,
+        culprit=engine.nonfinite_parameter if not run.recorder.deferred else _nothing,
+    )
 
 
-def _dropout_key(run: Context, batch) -> torch.Tensor | None:
-    if not run.config.model.dropout and not run.config.model.head_dropout:
+def _part_square(run: Context, data: StepData, agreed: Agreed) -> torch.Tensor | float:
+    """Square norm of the mean gradient of this rank's rows (on one rank: of its first micro-step's); NaN if not measured."""
+    squares = run.engine.micro_square_norms
+    targets = data.targets if run.plan.layout.dp > 1 else data.micro[0].targets()
+    if not squares or not targets:
+        return math.nan
+    return squares[0].double() * (agreed.targets / targets) ** 2
+
+
+def _dropout_key(run: Context, batch: Batch) -> torch.Tensor | None:
+    model = run.config.model
+    if not model.dropout and not model.head_dropout:
         return None
-    positions = torch.arange(batch.tokens.shape[1], device=run.device)
-    return position_keys(run.config.run.seed, batch.samples, positions)
+    return position_keys(run.config.run.seed, batch.samples, torch.arange(batch.tokens.shape[1], device=run.device))
 
 
 def _generator_seed(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
+
+
+def _nothing() -> None:
+    return None

@@ -11,10 +11,10 @@ In a test file (`ranks` is the fixture of tests/conftest.py):
         assert ranks(2).run(add, 10) == [21.0, 21.0]  # one result a rank; arguments and results are pickled
         ranks(2).run("tests.ranks.test_mine:add", 10, timeout=20)
 
-Inside a rank the default process group (gloo, `n` ranks) exists already and lives as long as the pool, so use `mesh(shape, names)`
-or `layout_mesh(layout)` of this module for meshes: they are made once for each shape. Destroying a mesh would leave
-DTensor's sharding cache with the names of dead groups. Every call starts with `torch.manual_seed(0)`, float32 as the default
-type and one thread.
+Inside a rank the default process group (gloo, `n` ranks) exists already and lives as long as the pool, so use
+`mesh(shape, names)` or `layout_mesh(layout)` of this module for meshes, and `joined()` for a `Ranks`: they are made once.
+Destroying a mesh would leave DTensor's sharding cache with the names of dead groups. Every call starts with
+`torch.manual_seed(0)`, float32 as the default type and one thread.
 
 When a rank raises, dies or does not answer in time, `run` raises `RankError` with the rank, its traceback and the end of its
 output, and the next `run` starts on fresh ranks.
@@ -31,6 +31,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -41,7 +42,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Pool", "Pools", "RankError", "layout_mesh", "mesh"]
+__all__ = ["Pool", "Pools", "RankError", "joined", "layout_mesh", "mesh"]
 
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", __name__]
 FOLLOWING = ("closed by peer", "Connection reset", "Broken pipe", "Connection refused")
@@ -66,6 +67,7 @@ class RankError(Exception):
 class _Rank:
     process: Any
     pipe: Connection
+    life: Connection
     log: Path
 
 
@@ -94,8 +96,9 @@ class Pool:
 
     def close(self) -> None:
         for rank in self._ranks:
-            rank.pipe.close()
             rank.process.kill()
+            rank.pipe.close()
+            rank.life.close()
         for rank in self._ranks:
             rank.process.join()
         self._ranks = []
@@ -110,12 +113,14 @@ class Pool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         for rank in range(self.world):
             ours, theirs = multiprocessing.Pipe()
+            their_life, our_life = multiprocessing.Pipe(duplex=False)
             log = self._folder / f"world{self.world}-{self._generation}-rank{rank}.log"
-            args = (theirs, rank, self.world, self._store.port, str(log))
+            args = (theirs, their_life, rank, self.world, self._store.port, str(log))
             process = context.Process(target=_serve, args=args, name=f"rank{rank}/{self.world}")
             process.start()
             theirs.close()
-            self._ranks.append(_Rank(process, ours, log))
+            their_life.close()
+            self._ranks.append(_Rank(process, ours, our_life, log))
 
     def _collect(self, timeout: float) -> list[Any]:
         end = time.monotonic() + timeout
@@ -214,6 +219,7 @@ def _ended(code: int | None) -> str:
 # ---- in a rank ----------------------------------------------------------------------------------------------------------
 
 _meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], Any] = {}
+_joined: list[Any] = []
 
 
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
@@ -231,8 +237,29 @@ def layout_mesh(layout: Any) -> Any:
     return mesh(tuple(size for _, size in layout.axes), tuple(name for name, _ in layout.axes))
 
 
-def _serve(pipe: Connection, rank: int, world: int, port: int, log: str) -> None:
+def joined() -> Any:
+    """The pool as a `meshwright.distributed.world.Ranks`, with its control and checkpoint groups; made once."""
+    import torch
+    import torch.distributed as dist
+
+    from meshwright.distributed.world import Ranks, World
+
+    if not _joined:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        world = World(rank, size, rank, size, master_port=1, source="test pool")
+        _joined.append(Ranks.adopt(world, torch.device("cpu"), timeout=60.0))
+    return _joined[0]
+
+
+def _end_with(life: Connection) -> None:
+    """The test process holds the other end of this pipe; however it ends, this rank ends too."""
+    wait([life])
+    os._exit(0)
+
+
+def _serve(pipe: Connection, life: Connection, rank: int, world: int, port: int, log: str) -> None:
     """A rank's whole life: join the group, then run one job after another until the test process goes away."""
+    threading.Thread(target=_end_with, args=(life,), daemon=True).start()
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(output, 1)
     os.dup2(output, 2)

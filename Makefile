@@ -1,0 +1,45 @@
+# Everything runs in .venv; the first target that needs it makes it.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: install quickstart quickstart-zh test test-all test-smoke lint bench-smoke clean
+
+install: $(VENV)/.installed
+
+# torch first and pinned: an open range may bring a CUDA build of several gigabytes to a machine without a GPU
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	touch $@
+
+quickstart: install
+	$(BIN)/meshwright train examples/quickstart.yaml
+
+quickstart-zh: install
+	$(BIN)/meshwright train examples/quickstart-zh.yaml
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not gpu"
+
+test-smoke: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest tests/test_smoke.py
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check meshwright tests examples
+	$(BIN)/ruff format --check meshwright tests examples
+	$(BIN)/mypy
+
+bench-smoke: $(VENV)/.installed-dev
+	$(BIN)/python -m meshwright.bench --suite smoke
+
+clean:
+	rm -rf $(VENV) runs build dist

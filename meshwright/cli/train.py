@@ -1,0 +1,87 @@
+"""`meshwright train`: check, prepare, choose a plan, start the ranks, report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.config.load import Resolved
+    from meshwright.runtime.setup import Ready
+
+EXAMPLE = "Example: meshwright train examples/quickstart.yaml --train.lr=3e-4 --devices 0,2"
+
+
+def register(app: typer.Typer) -> None:
+    @app.command(
+        epilog=EXAMPLE,
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": True},
+    )
+    def train(
+        context: typer.Context,
+        config: str = typer.Argument(None, help="YAML file of the run. With --resume RUN it may be left out."),
+        nproc: int = typer.Option(None, min=1, help="Ranks on this machine; default: one a device, two on a CPU."),
+        devices: str = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),
+        plan: str = typer.Option(None, help="A plan.json to use instead of the chosen one."),
+        resume: str = typer.Option(None, help="A run folder, or 'latest' for run.dir: go on from its newest whole checkpoint."),
+        max_restarts: int = typer.Option(0, min=0, help="Start all ranks again after a failure, this often."),
+        nnodes: int = typer.Option(1, min=1, help="Machines; start the same command on each."),
+        rdzv: str = typer.Option(None, help="HOST:PORT where the machines meet."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Check and prepare everything, print the plan, start nothing."),
+        profile: str = typer.Option(None, help="Trace these steps, e.g. 10:12."),
+    ) -> int:
+        """Train a model on every device of this machine. Any setting of the file can be given as --section.key=value."""
+        from meshwright.runtime.command import TrainCommand
+
+        overrides = _overrides(context.args)
+        if config is not None and config.startswith("-"):
+            overrides, config = [config, *overrides], None
+        return TrainCommand(
+            config=config,
+            overrides=overrides,
+            nproc=nproc,
+            devices=devices,
+            plan=plan,
+            resume=resume,
+            max_restarts=max_restarts,
+            nnodes=nnodes,
+            rdzv=rdzv,
+            dry_run=dry_run,
+            profile=profile,
+        ).run(show)
+
+
+def show(resolved: Resolved, ready: Ready) -> None:
+    """What will be run: every value that is no default, with its origin, then the plan."""
+    typer.echo("settings (all values and defaults: config.yaml in the run folder)")
+    for key, value, origin in resolved.table():
+        if origin != "default":
+            typer.echo(f"  {key} = {value}  ({origin})")
+    plan = ready.plan
+    config = ready.resolved.config
+    accumulation = plan.accumulation(config.train.batch)
+    steps = "until the hours are spent" if ready.budget.steps is None else f"{ready.budget.steps} steps"
+    typer.echo(f"data: {ready.rows:,} rows of {config.data.seq_len} tokens an epoch; {steps}")
+    typer.echo(
+        f"plan: {plan.layout.dp} data-parallel ranks x {accumulation} micro-steps x {plan.micro_batch} rows, "
+        f"{plan.precision}, compile {plan.compile} ({plan.reason})"
+    )
+    from meshwright.train.schedule import peak_learning_rate
+
+    if config.train.lr_scaling != "none":
+        typer.echo(
+            f"learning rate: {config.train.lr:g} at batch {config.train.lr_batch} -> {peak_learning_rate(config.train):g} "
+            f"at batch {config.train.batch} ({config.train.lr_scaling} rule)"
+        )
+
+
+def _overrides(args: list[str]) -> list[str]:
+    """`--a.b value` is the same as `--a.b=value`."""
+    joined: list[str] = []
+    for arg in args:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and not arg.startswith("--"):
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
+    return joined

@@ -1,0 +1,30 @@
+"""What differs between the torch releases this package supports, and any name that is not public. Each has a canary test."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["all_gather_single", "reduce_scatter_single"]
+
+# torch 2.13 renames these two collectives and warns about the old names; older releases know the old names only
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_single(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> dist.Work | None:
+    """Gather `input` [n, ...] of every rank into `output` [world * n, ...], in rank order."""
+    return _gather(output, input, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Reduce `input` [world * n, ...] over the ranks and leave this rank's piece in `output` [n, ...]."""
+    return _scatter(output, input, op=op, group=group, async_op=async_op)

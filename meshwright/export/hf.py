@@ -1,0 +1,246 @@
+"""Between folders of Hugging Face and ours: convert, read back what was written, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from meshwright.checkpoint import CheckpointStore, Piece, read_manifest
+from meshwright.checkpoint.manifest import TensorEntry
+from meshwright.config.load import load_config
+from meshwright.config.schema import ModelConfig
+from meshwright.errors import CheckpointError, ConfigError, Finding
+from meshwright.models.files import (
+    DESCRIPTION,
+    TOKENIZER_FILES,
+    Description,
+    load_model,
+    model_tensors,
+    read_description,
+    write_model,
+)
+from meshwright.models.hf import CONFIG, HfFolder, export_tensors
+from meshwright.models.hf_weights import weight_map
+from meshwright.models.initialize import materialise
+from meshwright.models.registry import build
+from meshwright.models.shards import SHARD_BYTES, Shards
+
+__all__ = ["Comparison", "Converted", "compare", "convert", "load_run", "source_kind"]
+
+_LOGIT_LIMIT_PARAMETERS = 2e9
+"""Above this, two fp32 copies of the model are more than a comparison is worth: weights are compared instead."""
+_ROWS, _LENGTH = 2, 256
+_MODEL = "model/"
+"""Prefix of weights in a checkpoint, as the engine names them."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """kind       "logits" or "weights"
+    difference    largest |difference| of the logits in fp32; or number of weights that are not bitwise equal
+    scale         largest |logit|; or number of weights
+    """
+
+    kind: str
+    difference: float
+    scale: float
+
+    @property
+    def good(self) -> bool:
+        """Weights bitwise; logits to 1e-5 of the largest one (or of 1)."""
+        return self.difference <= (1e-5 * max(1.0, self.scale) if self.kind == "logits" else 0)
+
+    def __str__(self) -> str:
+        if self.kind == "logits":
+            return (
+                f"max |difference of logits| against transformers {self.difference:.2e} (largest logit {self.scale:.2f}, fp32)"
+            )
+        if self.difference:
+            return f"{int(self.difference)} of {int(self.scale)} tensors differ after the way back"
+        return f"{int(self.scale)} tensors read back and are bitwise equal (no logits were compared)"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` did. unused: tensors of the source that the model has no place for."""
+
+    direction: str
+    family: str
+    task: str
+    config: ModelConfig
+    notes: tuple[str, ...]
+    unused: tuple[str, ...] = ()
+
+
+def source_kind(folder: Path) -> str:
+    """ "run", "ours" or "huggingface". Raises CheckpointError for anything else."""
+    if (folder / DESCRIPTION).is_file():
+        return "ours"
+    if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+        return "run"
+    if (folder / CONFIG).is_file():
+        return "huggingface"
+    what = f"has neither {CONFIG} (Hugging Face), {DESCRIPTION} (a model of ours) nor config.yaml and checkpoints/ (a run)"
+    raise CheckpointError(findings=[Finding(str(folder), what if folder.is_dir() else "is no folder")])
+
+
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    task: str | None = None,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> Converted:
+    """Convert a folder; the direction follows from what it holds.
+
+    task    from Hugging Face only: "lm", "mlm" or "classify" where config.json leaves it open
+    family  to Hugging Face only: `model_type`
+    dtype   of the weights that are written; default: as they are
+    """
+    source, target = Path(source), Path(target)
+    if source_kind(source) == "huggingface":
+        return _from_hf(source, target, task, dtype, shard_bytes)
+    with _our_tensors(source) as (description, ours, stored, tokenizer):
+        kind = dtype or stored
+        hf = export_tensors(
+            lambda name: ours(name).to(kind),
+            kind,
+            description,
+            target,
+            family=family,
+            tokenizer_folder=tokenizer,
+            shard_bytes=shard_bytes,
+        )
+    return Converted("to Hugging Face", hf.family, hf.task, hf.config, hf.notes)
+
+
+def _from_hf(source: Path, target: Path, task: str | None, dtype: torch.dtype | None, shard_bytes: int) -> Converted:
+    with HfFolder.open(source, task) as opened:
+        tensors = ((name, tensor.to(dtype or tensor.dtype)) for name, tensor in opened.weights.load(opened.shards))
+        size = opened.shards.total_bytes() * (dtype.itemsize / opened.shards.widest().itemsize if dtype else 1)
+        write_model(
+            target,
+            opened.description,
+            tensors,
+            needed_bytes=int(size),
+            tokenizer_folder=source,
+            shard_bytes=shard_bytes,
+        )
+        hf = opened.hf
+        return Converted("from Hugging Face", hf.family, hf.task, hf.config, hf.notes, tuple(opened.unused))
+
+
+@contextmanager
+def _our_tensors(
+    source: Path,
+) -> Iterator[tuple[Description, Callable[[str], torch.Tensor], torch.dtype, Path | None]]:
+    """(what it is, tensor by name, dtype, folder of the tokenizer) of a model folder or a run."""
+    if source_kind(source) == "ours":
+        with Shards(source) as shards:
+            yield read_description(source), shards.get, shards.widest(), source
+        return
+    model, config, task = load_run(source)
+    tensors = dict(model_tensors(model))
+    yield Description(config, task), tensors.__getitem__, next(iter(tensors.values())).dtype, _tokenizer_of_run(source)
+
+
+def load_run(run: str | Path, *, best: bool = False) -> tuple[nn.Module, ModelConfig, str]:
+    """(model, config, task) with the master weights of a run's newest whole checkpoint, or of its best one.
+
+    Sizes that the data decided (vocabulary, classes) are those of the stored tensors, and so is the task.
+    """
+    run = Path(run)
+    store = CheckpointStore(run / "checkpoints", write=False)
+    try:
+        path = store.best() if best else store.newest()
+        if path is None:
+            raise CheckpointError(findings=[Finding(str(run / "checkpoints"), "has no whole checkpoint")])
+        stored = {name: entry for name, entry in read_manifest(path).tensors.items() if name.startswith(_MODEL)}
+        config = load_config(run / "config.yaml").config.model
+        changes = {"vocab": _rows_of(stored, "embedding.weight"), "classes": _rows_of(stored, "classifier.weight")}
+        config = config.model_copy(update={key: rows for key, rows in changes.items() if rows is not None})
+        plain = "lm" if config.arch == "decoder" else "mlm"
+        task = "classify" if changes["classes"] else plain
+        model = build(config, task)
+        materialise(model, "cpu", torch.float64 if any(entry.dtype == "F64" for entry in stored.values()) else None)
+        pieces = [Piece(f"{_MODEL}{n}", t, tuple(t.shape), (0,) * t.dim()) for n, t in model_tensors(model)]
+        store.load(path, pieces, cast=True, ignore=["*"])
+    finally:
+        store.close()
+    return model, config, task
+
+
+def _rows_of(stored: Mapping[str, TensorEntry], name: str) -> int | None:
+    entry = stored.get(f"{_MODEL}{name}")
+    return None if entry is None else entry.shape[0]
+
+
+def _tokenizer_of_run(run: Path) -> Path | None:
+    """The first folder of the run that has a tokenizer."""
+    places = [run, run / "tokenizer", *sorted(path for path in (run / "data").glob("**/") if path.is_dir())]
+    return next((p for p in places if any((p / name).is_file() for name in TOKENIZER_FILES)), None)
+
+
+def compare(converted: Converted, source: str | Path, target: str | Path, how: str = "auto") -> Comparison:
+    """Read back what was written and hold it against its other side.
+
+    how  "logits": transformers' own model on the Hugging Face side, both in fp32 from the weights as written;
+         "weights": the way back, bitwise; "auto": logits where transformers is installed and the model is small enough
+    """
+    source, target = Path(source), Path(target)
+    ours, theirs = (target, source) if converted.direction == "from Hugging Face" else (source, target)
+    if how == "auto":
+        small = sum(p.numel() for p in build(converted.config, converted.task).parameters()) <= _LOGIT_LIMIT_PARAMETERS
+        how = "logits" if small and find_spec("transformers") else "weights"
+    return (
+        _compare_logits(converted, ours, theirs, target)
+        if how == "logits"
+        else _compare_weights(converted, ours, theirs, target)
+    )
+
+
+def _compare_weights(converted: Converted, ours: Path, theirs: Path, target: Path) -> Comparison:
+    model = build(converted.config, converted.task)
+    weights = weight_map(model, converted.family, converted.task, converted.config.tied)
+    different = count = 0
+    with _our_tensors(ours) as (_, tensor, stored, _), Shards(theirs) as shards:
+        kind = stored if ours == target else shards.widest()
+        for name, value in weights.load(shards):
+            count += 1
+            different += not torch.equal(tensor(name).to(kind), value.to(kind))
+    return Comparison("weights", different, count)
+
+
+@torch.no_grad()
+def _compare_logits(converted: Converted, ours: Path, theirs: Path, target: Path) -> Comparison:
+    if not find_spec("transformers"):
+        what = "needs transformers, which is not installed"
+        raise ConfigError(findings=[Finding("--compare logits", what, "pip install 'meshwright[hf]', or compare weights")])
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    with Shards(target) as shards:
+        kind = shards.widest()  # both sides start from the weights as they were written
+    model = load_model(ours, dtype=kind)[0] if source_kind(ours) == "ours" else load_run(ours)[0].to(kind)
+    auto = {
+        "lm": transformers.AutoModelForCausalLM,
+        "mlm": transformers.AutoModelForMaskedLM,
+        "classify": transformers.AutoModelForSequenceClassification,
+    }[converted.task]
+    other = auto.from_pretrained(theirs, dtype=kind).float().eval()
+    length = min(_LENGTH, converted.config.max_len)
+    pad = other.config.pad_token_id  # RoBERTa counts positions around it
+    vocab = np.array([token for token in range(converted.config.vocab or 0) if token != pad])
+    tokens = torch.from_numpy(np.random.default_rng(0).choice(vocab, (_ROWS, length)))
+    logits = model.float()(tokens)
+    expected = other(tokens).logits
+    return Comparison("logits", float((logits - expected).abs().max()), float(expected.abs().max()))

@@ -1,0 +1,143 @@
+"""Embeddings, layers, final norm and a head: what decoder and encoder have in common.
+
+Shapes: B rows, S positions, K selected positions, D width, V vocabulary, C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from meshwright.config.schema import ModelConfig
+from meshwright.kernels.dropout import dropout
+from meshwright.models.heads import LanguageHead, LossParts, linear_loss
+from meshwright.models.layers import CLASSIFIER_SITE, EMBEDDING_SITE, Layer, layer_keys, make_norm
+from meshwright.models.rope import RopeTable
+from meshwright.spec.model_table import model_table
+
+__all__ = ["Trunk"]
+
+
+class Trunk(nn.Module):
+    """A transformer on the meta device; `initialize` gives it values. Use `Decoder` or `Encoder`.
+
+    config, task  what it was built from
+    max_len       longest sequence it is meant for
+    table         how each parameter is filled and split
+    """
+
+    causal: bool
+
+    def __init__(self, config: ModelConfig, task: str, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        assert config.vocab is not None  # refused before: spec.model_rules
+        self.config, self.task, self.max_len = config, task, config.max_len
+        self.table = model_table(config, task)
+
+        def embedding(rows: int) -> nn.Embedding:
+            return nn.Embedding(rows, config.width, device="meta", dtype=dtype)
+
+        self.embedding = embedding(config.vocab)
+        learned = config.positions == "learned"
+        self.position_embedding = embedding(config.max_len + config.position_offset) if learned else None
+        self.type_embedding = embedding(config.token_types) if config.token_types else None
+        self.embedding_norm = make_norm(config, config.width, dtype) if config.embed_norm else None
+        self.rope = RopeTable(config) if config.positions == "rope" else None
+        self.layers = nn.ModuleList(Layer(config, dtype, causal=self.causal) for _ in range(config.layers))
+        self.norm = make_norm(config, config.width, dtype) if config.final_norm else None
+        if task == "classify":
+            assert config.classes is not None  # refused before: spec.model_rules
+            self.pooler = nn.Linear(config.width, config.width, device="meta", dtype=dtype) if config.pooler else None
+            self.classifier = nn.Linear(config.width, config.classes, device="meta", dtype=dtype)
+        else:
+            self.head = LanguageHead(config, config.vocab, dtype)
+            if config.tied:
+                self.head.weight = self.embedding.weight
+
+    def embed(
+        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, key_BS: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Sum of the embeddings, normed and dropped out, [B, S, D]. Every token is of type 0."""
+        x_BSD = self.embedding(tokens_BS)
+        if self.position_embedding is not None:
+            if positions_BS is None:
+                positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
+            x_BSD = x_BSD + self.position_embedding(positions_BS + self.config.position_offset)
+        if self.type_embedding is not None:
+            x_BSD = x_BSD + self.type_embedding(torch.zeros_like(tokens_BS[:1, :1]))
+        if self.embedding_norm is not None:
+            x_BSD = self.embedding_norm(x_BSD)
+        return dropout(x_BSD, layer_keys(key_BS, -1), EMBEDDING_SITE, self.config.dropout)
+
+    def hidden(
+        self,
+        tokens_BS: torch.Tensor,
+        documents_BS: torch.Tensor | None,
+        cu_seqlens: torch.Tensor | None,
+        positions_BS: torch.Tensor | None,
+        key_BS: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Hidden states after the last layer and the final norm, [B, S, D]."""
+        x_BSD = self.embed(tokens_BS, positions_BS, key_BS)
+        cos, sin = None, None
+        if self.rope is not None:
+            wide = torch.promote_types(x_BSD.dtype, torch.float32)
+            cos, sin = self.rope(tokens_BS.shape[1], positions_BS, x_BSD.device, wide)
+        for index, layer in enumerate(self.layers):
+            x_BSD = layer(x_BSD, cos, sin, documents_BS, cu_seqlens, layer_keys(key_BS, index))
+        return x_BSD if self.norm is None else self.norm(x_BSD)
+
+    def pooled(self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None) -> torch.Tensor:
+        """The position that stands for a row: the first, or the last real one where a position sees only its left."""
+        if not self.causal:
+            return x_BSD[:, 0]
+        if documents_BS is None:
+            return x_BSD[:, -1]
+        last_B = (documents_BS >= 0).sum(dim=1).sub(1).clamp(min=0)
+        return x_BSD[torch.arange(x_BSD.shape[0], device=x_BSD.device), last_B]
+
+    def classify(
+        self,
+        x_BSD: torch.Tensor,
+        documents_BS: torch.Tensor | None,
+        labels_B: torch.Tensor | None,
+        key_BS: torch.Tensor | None,
+        smoothing: float,
+        z_loss: float,
+    ) -> torch.Tensor | LossParts:
+        """Logits [B, C], or with labels [B] the loss."""
+        x_BD = self.pooled(x_BSD, documents_BS)
+        if self.pooler is not None:
+            x_BD = torch.tanh(self.pooler(x_BD))
+        p = self.config.dropout if self.config.head_dropout is None else self.config.head_dropout
+        key_B = None if key_BS is None else key_BS[:, 0]
+        x_BD = dropout(x_BD, layer_keys(key_B, -1), CLASSIFIER_SITE, p)
+        if labels_B is None:
+            return self.classifier(x_BD)
+        return linear_loss(x_BD, self.classifier.weight, self.classifier.bias, labels_B, smoothing, z_loss)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        documents: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        select: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        dropout_key: torch.Tensor | None = None,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> torch.Tensor | LossParts:
+        """Logits, or with `labels` the sums that make the loss. Tensors as in `data.batch.Batch`.
+
+        tokens       int64 [B, S]
+        select       int64 [B, K]: the head sees these positions only (not for classification, which sees one a row)
+        labels       int64, of the positions that the head sees; already aligned, no shift happens here
+        dropout_key  int32 [B, S] of `kernels.dropout.position_keys`; None: no dropout of any kind
+        Returns      logits [B, S or K, V] ([B, C] for classification) in the weights' dtype, or `LossParts`
+        """
+        x_BSD = self.hidden(tokens, documents, cu_seqlens, positions, dropout_key)
+        if self.task == "classify":
+            return self.classify(x_BSD, documents, labels, dropout_key, smoothing, z_loss)
+        return self.head(x_BSD, select, labels, smoothing, z_loss)

@@ -1,0 +1,88 @@
+"""`parallelize`: the one ordered list of what is done to a model, and where each strategy has its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.config.schema import LossScaleConfig, OptimizerConfig
+from meshwright.errors import Finding, LayoutError
+from meshwright.parallel.compile import compile_blocks
+from meshwright.parallel.engine import Axes, Engine, StepInfo
+from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.precision import LossScaler, working_dtype
+from meshwright.parallel.replicate import Gradients
+from meshwright.parallel.update import FlatOptimizer
+from meshwright.spec.layout import Layout
+from meshwright.spec.parameters import Table
+from meshwright.spec.plan import Plan
+
+__all__ = ["Engine", "StepInfo", "parallelize"]
+
+
+def parallelize(
+    model: nn.Module,
+    *,
+    plan: Plan,
+    mesh: DeviceMesh | None,
+    table: Table | None,
+    optimizer: OptimizerConfig,
+    device: torch.device,
+    loss_scale: LossScaleConfig | None = None,
+    ema: float = 0.0,
+) -> Engine:
+    """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.
+
+    model: filled, on any device; or on meta, to be filled inside `engine.masters()`. mesh: with the axes of the layout;
+    None for one process without a process group. table: where the model declares ties; None: ties are what the model
+    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none.
+    Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
+
+    The order is the correctness rule. Tables come first, since they name what the later steps split. Tensor, context and
+    expert parallelism go next: they change which slice of a parameter exists here. Recompute wraps blocks as they then
+    are; compilation sees the recomputed block; data parallelism is last, since it moves the parameters into its buffers
+    and hooks them, and whatever replaced a parameter after that would be trained by nobody.
+    """
+    _check(plan.layout, mesh)
+    axes = Axes.of(mesh)
+    compile_blocks(model, plan.compile)
+    parameters = FlatParameters(
+        model, dtype=working_dtype(plan.precision), device=device, no_decay=optimizer.no_decay, table=table
+    )
+    gradients = Gradients(parameters, axes.data, bucket_bytes=plan.bucket_mib * 2**20, overlap=plan.overlap)
+    return Engine(
+        parameters,
+        gradients,
+        FlatOptimizer(optimizer, parameters, ema),
+        scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
+        axes=axes,
+        compiled=plan.compile,
+    )
+
+
+_NOT_YET = {
+    "pp": "pipeline parallelism",
+    "dp_shard": "sharded data parallelism",
+    "cp": "context parallelism",
+    "tp": "tensor parallelism",
+    "ep": "expert parallelism",
+}
+
+
+def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
+    sizes = layout.to_dict()
+    findings = [
+        Finding(f"layout.{key}", f"{sizes[key]}, but {what} is not available", f"Use {key}: 1 and dp_replicate for the devices")
+        for key, what in _NOT_YET.items()
+        if sizes[key] != 1
+    ]
+    if layout.zero:
+        findings.append(Finding("layout.zero", f"{layout.zero}, but ZeRO is not available", "Use zero: 0"))
+    ranks = 1 if mesh is None else mesh.size()
+    if not findings and ranks != layout.world:
+        findings.append(
+            Finding("layout", f"is for {layout.world} ranks, the mesh has {ranks}", "Make the mesh from the layout")
+        )
+    if findings:
+        raise LayoutError(findings=findings)

@@ -1,0 +1,117 @@
+"""The optimizer over flat buffers: one fused pass a group for clip, unscale, moments, decay, weights and working copy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meshwright.config.schema import OptimizerConfig
+from meshwright.kernels.adamw import adamw_, sgd_
+from meshwright.parallel.flat import FlatParameters, Group
+
+__all__ = ["FlatOptimizer"]
+
+_EXCHANGE = 1 << 22
+"""Elements exchanged at a time: the copy in flight stays at 16 MiB in fp32."""
+
+
+class FlatOptimizer:
+    """AdamW (decoupled decay, arXiv:1711.05101) or SGD with momentum, and optionally an average of the weights.
+
+    Decay applies to the groups that are decayed. ema: decay of the average, 0 for none; it starts from the weights and
+    after each update becomes ema * average + (1 - ema) * weights. Moments and average have the dtype of the masters.
+    """
+
+    def __init__(self, config: OptimizerConfig, parameters: FlatParameters, ema: float = 0.0):
+        self.config = config
+        self.parameters = parameters
+        self.ema = ema
+        names = ("exp_avg", "exp_avg_sq") if config.kind == "adamw" else ("momentum",) if config.momentum else ()
+        self.moments = [{name: group.buffer() for name in names} for group in parameters.groups]
+        self.averages = [group.master.clone() for group in parameters.groups] if ema else []
+        self._updates = torch.zeros((), dtype=torch.int64, device=parameters.groups[0].device)
+
+    @property
+    def updates(self) -> int:
+        """Updates that were not skipped. Waits for the device."""
+        return int(self._updates)
+
+    @updates.setter
+    def updates(self, value: int) -> None:
+        self._updates.fill_(value)
+
+    def step(self, lr: float, scale: torch.Tensor, skip: torch.Tensor) -> None:
+        """One update from gradient * scale. Where the 0-d bool `skip` is true nothing changes, not one bit."""
+        step = self._updates + 1
+        for group, moments in zip(self.parameters.groups, self.moments, strict=True):
+            self._update(group, moments, lr, step, scale, skip)
+        for group, average in zip(self.parameters.groups, self.averages, strict=False):
+            average.lerp_(group.master, ((1.0 - self.ema) * ~skip).to(average.dtype))
+        self._updates += ~skip
+
+    def _update(
+        self,
+        group: Group,
+        moments: dict[str, torch.Tensor],
+        lr: float,
+        step: torch.Tensor,
+        scale: torch.Tensor,
+        skip: torch.Tensor,
+    ) -> None:
+        config = self.config
+        decay = config.weight_decay if group.decay else 0.0
+        working = group.working if group.mixed else None
+        if config.kind == "adamw":
+            adamw_(
+                group.master,
+                group.gradient,
+                moments["exp_avg"],
+                moments["exp_avg_sq"],
+                lr=lr,
+                beta1=config.betas[0],
+                beta2=config.betas[1],
+                eps=config.eps,
+                weight_decay=decay,
+                step=step,
+                grad_scale=scale,
+                working=working,
+                skip=skip,
+            )
+        else:
+            sgd_(
+                group.master,
+                group.gradient,
+                moments.get("momentum"),
+                lr=lr,
+                momentum=config.momentum,
+                weight_decay=decay,
+                grad_scale=scale,
+                working=working,
+                skip=skip,
+            )
+
+    def restart_averages(self) -> None:
+        """The average starts again from the present weights."""
+        for group, average in zip(self.parameters.groups, self.averages, strict=False):
+            average.copy_(group.master)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model computes with the average inside, and with its weights, bit for bit, again afterwards."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap(back=True)
+
+    def _swap(self, back: bool = False) -> None:
+        for group, average in zip(self.parameters.groups, self.averages, strict=False):
+            if group.mixed:
+                group.working.copy_(group.master if back else average)
+            else:
+                for a, b in zip(group.master.split(_EXCHANGE), average.split(_EXCHANGE), strict=True):
+                    kept = a.clone()
+                    a.copy_(b)
+                    b.copy_(kept)

@@ -1,0 +1,165 @@
+"""What `meshwright train` does, as a value: a launcher on a machine, or one rank where somebody else started the ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshwright.config.load import Resolved, load_config
+from meshwright.errors import ConfigError, Finding
+from meshwright.runtime.folder import RunFolder
+from meshwright.runtime.modules import load_modules
+from meshwright.runtime.setup import Ready, Target, set_up
+from meshwright.spec.plan import Plan
+
+__all__ = ["TrainCommand"]
+
+FOREIGN_JOIN_SECONDS = 24 * 3600.0
+"""Under torchrun or Slurm all ranks start at once, and the others wait while the first prepares the data."""
+
+Show = Callable[[Resolved, Ready], None]
+
+
+@dataclass(frozen=True)
+class TrainCommand:
+    """Fields are the options of the command; see its help."""
+
+    config: str | None
+    overrides: list[str] = field(default_factory=list)
+    nproc: int | None = None
+    devices: str | None = None
+    plan: str | None = None
+    resume: str | None = None
+    max_restarts: int = 0
+    nnodes: int = 1
+    rdzv: str | None = None
+    dry_run: bool = False
+    profile: str | None = None
+
+    def run(self, show: Show) -> int:
+        """The exit code of the run. Raises MeshwrightError for what is wrong before it starts."""
+        from meshwright.distributed.environment import read_nodes, read_world
+
+        resolved = self.resolved()
+        load_modules(resolved.config.run.modules)
+        nodes = read_nodes()
+        world = read_world(warn=nodes is None)
+        if world.source != "single" and nodes is None:
+            return self.as_rank(resolved, world, show)
+        return self.launch(resolved, show, nodes)
+
+    def resolved(self) -> Resolved:
+        if self.config is None and self.resume in (None, "latest"):
+            raise ConfigError(findings=[Finding("CONFIG", "is missing", "Name a YAML file, or a run with --resume RUN")])
+        if self.resume not in (None, "latest"):
+            run = RunFolder(self.resume)
+            run.create(resume=True)
+            resolved = load_config(self.config or run.config, [*self.overrides, f"--run.dir={self.resume}"])
+        else:
+            resolved = load_config(self.config or "", self.overrides)
+        return resolved
+
+    def launch(self, resolved: Resolved, show: Show, nodes) -> int:
+        """Start the ranks of this machine and wait for them."""
+        from meshwright.distributed.launch import launch
+        from meshwright.observe.trace import Profile
+
+        Profile(self.profile)  # a range that cannot be is refused now
+        target, env = self._target(resolved)
+        folder = RunFolder(resolved.config.run.dir)
+        nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
+        resume = self._is_resume(folder)
+        say = _say
+        ready = set_up(
+            resolved,
+            Target(target.world * nnodes, target.device_type, target.device_bytes),
+            folder,
+            plan=Plan.load(self.plan) if self.plan else None,
+            resume=resume,
+            write=not self.dry_run,
+            say=say,
+        )
+        show(ready.resolved, ready)
+        if self.dry_run:
+            _say("dry run: nothing was started")
+            return 0
+        argv = ["-m", "meshwright.runtime.worker", str(folder.path), "--device", target.device_type]
+        argv += ["--resume"] if resume else []
+        argv += ["--profile", self.profile] if self.profile else []
+        code = launch(
+            argv,
+            nproc=target.world,
+            nnodes=nnodes,
+            rdzv=rdzv,
+            max_restarts=self.max_restarts,
+            log_dir=folder.logs,
+            grace=resolved.config.run.grace,
+            env=env,
+        )
+        if code == 0:
+            finish(ready.resolved, folder)
+        return code
+
+    def as_rank(self, resolved: Resolved, world, show: Show) -> int:
+        """One rank that torchrun, Slurm or Kubernetes started: the first one prepares, then all meet."""
+        from meshwright.distributed import device as devices
+        from meshwright.runtime.worker import Job, start
+
+        folder = RunFolder(resolved.config.run.dir)
+        device_type = _device_type(resolved)
+        resume = self._is_resume(folder) or world.restart > 0
+        if world.rank == 0:
+            total = devices.memory_total(devices.rank_device(device_type, world.local_rank))[1] if device_type != "cpu" else None
+            plan = Plan.load(self.plan) if self.plan else None
+            ready = set_up(
+                resolved, Target(world.world, device_type, total), folder, plan=plan, resume=resume, write=True, say=_say
+            )
+            show(ready.resolved, ready)
+        start(world, Job(folder, resume, self.profile), device_type, join_timeout=FOREIGN_JOIN_SECONDS)
+        if world.rank == 0:
+            finish(resolved, folder)
+        return 0
+
+    def _is_resume(self, folder: RunFolder) -> bool:
+        return self.resume is not None and (self.resume != "latest" or folder.config.is_file())
+
+    def _target(self, resolved: Resolved) -> tuple[Target, dict[str, str]]:
+        from meshwright.distributed import device as devices
+
+        device_type = _device_type(resolved)
+        env = {}
+        have = devices.count(device_type)
+        if self.devices is not None:
+            env = devices.visible(self.devices, device_type, have)
+            have = len(self.devices.split(","))
+        world = self.nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
+        if device_type != "cpu" and world > have:
+            raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
+        total = devices.memory_total(devices.rank_device(device_type, 0))[1] if device_type != "cpu" else None
+        return Target(world, device_type, total), env
+
+
+def finish(resolved: Resolved, folder: RunFolder) -> None:
+    """After the ranks are gone: the sample of generated text, the report, and where things are."""
+    from meshwright.observe.report import write_report
+    from meshwright.runtime.trained import continue_text, load_trained
+
+    log = resolved.config.log
+    if log.sample is not None:
+        _say(f"sample: {continue_text(load_trained(folder.path), log.sample, max_tokens=log.sample_tokens)}")
+    if log.report:
+        _say(f"report: {write_report(folder.path)}")
+    _say(f"run folder: {folder.path}")
+
+
+def _device_type(resolved: Resolved) -> str:
+    from meshwright.distributed import device as devices
+
+    return devices.pick(resolved.config.run.device)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stdout, flush=True)

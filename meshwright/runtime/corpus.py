@@ -1,0 +1,155 @@
+"""From the sources of a config to token stores on disk: prepared folders are taken as they are, the rest is prepared once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.config.schema import Config, Source
+from meshwright.errors import DataError, Finding
+
+if TYPE_CHECKING:
+    from meshwright.data.dataset import RowDataset
+    from meshwright.data.tokenizer import Tokenizer
+
+__all__ = ["Corpus", "prepare_corpus"]
+
+_NAME = "corpus.json"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where the stores of a run are: one for each source of data.train and data.valid."""
+
+    train: tuple[Path, ...]
+    valid: tuple[Path, ...]
+    tokenizer_path: Path
+
+    @classmethod
+    def load(cls, folder: Path) -> Corpus:
+        try:
+            values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DataError(findings=[Finding(str(folder / _NAME), f"cannot be read: {error}", "Prepare the run again")]) from None
+        return cls(tuple(map(Path, values["train"])), tuple(map(Path, values["valid"])), Path(values["tokenizer"]))
+
+    def save(self, folder: Path) -> None:
+        values = {"train": list(map(str, self.train)), "valid": list(map(str, self.valid)), "tokenizer": str(self.tokenizer_path)}
+        (folder / _NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def tokenizer(self) -> Tokenizer:
+        from meshwright.data.tokenizer import Tokenizer
+
+        return Tokenizer.load(self.tokenizer_path)
+
+    def datasets(self, config: Config, tokenizer: Tokenizer, task: str | None = None) -> tuple[RowDataset, RowDataset | None]:
+        """The training and the held-out samples. Raises ConfigError and DataError with all findings."""
+        from meshwright.data.dataset import build_datasets
+        from meshwright.data.shards import TokenStore
+
+        stores = [[TokenStore.open(path) for path in paths] for paths in (self.train, self.valid)]
+        return build_datasets(config, *stores, tokenizer, task)
+
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the classes of the training corpora, in the order of their numbers; empty without labels."""
+        from meshwright.data.shards import TokenStore
+
+        return tuple(TokenStore.open(self.train[0]).label_names or ())
+
+
+def prepare_corpus(config: Config, folder: Path, *, say: Callable[[str], None], objective: str | None = None) -> Corpus:
+    """Make the stores that are not there yet, under `data.cache` or `folder`, and note in `folder` where all of them are.
+
+    The tokenizer is data.tokenizer.path, else that of a prepared source, else one trained on the text of data.train.
+    """
+    from meshwright.data.prepare import prepare
+
+    base = Path(config.data.cache) if config.data.cache else folder
+    base.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer, tokenizer_path = _tokenizer(config, base, say)
+
+    label_names: Sequence[str] | None = None
+
+    def store(kind: str, number: int, source: Source) -> Path:
+        nonlocal label_names
+        prepared = _prepared(source)
+        if prepared is not None:
+            return prepared.absolute()
+        out = base / f"{kind}-{number}"
+        manifest = prepare(
+            [source],
+            out,
+            tokenizer=tokenizer,
+            objective=objective or config.objective.kind,
+            on_bad_row=config.data.on_bad_row,
+            workers=config.data.workers,
+            label_names=label_names,
+            progress=lambda update: say(update.note) if update.note else None,
+            overwrite=True,
+        )
+        label_names = label_names or manifest.label_names
+        return out.absolute()
+
+    train = tuple(store("train", i, source) for i, source in enumerate(config.data.train))
+    valid = tuple(store("valid", i, source) for i, source in enumerate(config.data.valid))
+    corpus = Corpus(train, valid, tokenizer_path.absolute())
+    corpus.save(folder)
+    return corpus
+
+
+def _prepared(source: Source) -> Path | None:
+    from meshwright.data.sources import is_prepared
+
+    return Path(source.path) if is_prepared(source.path) else None
+
+
+def _tokenizer(config: Config, base: Path, say: Callable[[str], None]) -> tuple[Tokenizer, Path]:
+    from meshwright.data.tokenizer import Tokenizer
+
+    wanted = config.data.tokenizer
+    prepared = [path for path in map(_prepared, config.data.train) if path is not None]
+    if wanted.path is not None:
+        path = Path(wanted.path)
+    elif prepared:
+        path = prepared[0] / "tokenizer"
+    else:
+        path = _trained(config, base, say)
+    return Tokenizer.load(path), path
+
+
+def _trained(config: Config, base: Path, say: Callable[[str], None]) -> Path:
+    """The folder of a tokenizer trained on the training text; the one there already if it was made of the same settings."""
+    from meshwright.data.sources import find
+    from meshwright.data.tokenizer import Tokenizer
+
+    wanted = config.data.tokenizer
+    path, note = base / "tokenizer", base / "tokenizer" / "made-from.json"
+    files = [[entry.name, entry.size, entry.modified_ns] for entries in find(config.data.train) for entry in entries]
+    settings = {"vocab": wanted.vocab, "sample_bytes": wanted.sample_bytes, "files": files}
+    try:
+        if json.loads(note.read_text(encoding="utf-8")) == settings:
+            return path
+    except (OSError, ValueError):
+        pass  # none yet, or one that was cut short: it is made again
+    say(f"training a byte-level BPE of {wanted.vocab} tokens")
+    Tokenizer.train(_sample(config), wanted.vocab).save(path)
+    note.write_text(json.dumps(settings), encoding="utf-8")
+    return path
+
+
+def _sample(config: Config) -> Iterator[str]:
+    """Text of the training sources, an equal share of `sample_bytes` from the start of each."""
+    from meshwright.data.readers import documents
+
+    share = config.data.tokenizer.sample_bytes // len(config.data.train)
+    for source in config.data.train:
+        taken = 0
+        for document in documents(source, config.data.on_bad_row):
+            yield document.text
+            taken += len(document.text.encode("utf-8", "surrogatepass"))
+            if taken >= share:
+                break

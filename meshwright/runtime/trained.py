@@ -1,0 +1,98 @@
+"""A trained model for use on one device: from a run folder (its newest or best checkpoint) or a model folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from meshwright.checkpoint import CheckpointStore, Piece, inspect
+from meshwright.config.schema import Config, ModelConfig
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import CheckpointError, Finding
+from meshwright.models import build, generate
+from meshwright.models.files import load_model, model_tensors
+from meshwright.models.initialize import materialise
+from meshwright.runtime.corpus import Corpus
+from meshwright.runtime.folder import RunFolder
+from meshwright.runtime.modules import load_modules
+from meshwright.train.objectives import make_objective
+
+__all__ = ["Trained", "continue_text", "load_trained"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """config: of the run, None for a model folder. source: the checkpoint or folder the weights come from."""
+
+    model: nn.Module
+    model_config: ModelConfig
+    task: str
+    tokenizer: Tokenizer
+    config: Config | None
+    source: Path
+
+
+def load_trained(
+    path: str | Path, *, best: bool = False, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Trained:
+    """dtype: of the weights; default: as stored. The averaged weights are used where the run kept them.
+
+    Raises CheckpointError when there is no run, no whole checkpoint, or no tokenizer.
+    """
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        model, config, task = load_model(path, device, dtype)
+        return Trained(model.eval(), config, task, Tokenizer.load(path), None, Path(path))
+    config = folder.read_config().config
+    load_modules(config.run.modules)
+    task = make_objective(config.objective, config.model.classes or 0).task
+    with CheckpointStore(folder.checkpoints, write=False, report=print) as store:
+        found = store.best() if best else store.newest()
+        if found is None:
+            what = "has no best checkpoint" if best else "has no whole checkpoint"
+            raise CheckpointError(findings=[Finding(str(folder.path), what, "Train it first")])
+        names = inspect(found)["tensors"]
+        kind = "ema" if any(name.startswith("ema/") for name in names) else "model"
+        model = build(config.model, task)
+        stored = torch.float64 if config.precision == "fp64" else torch.float32
+        materialise(model, device, stored)
+        pieces = []
+        for name, tensor in model_tensors(model):
+            stored_name = f"{kind}/{name}" if f"{kind}/{name}" in names else f"model/{name}"
+            pieces.append(Piece(stored_name, tensor, tuple(tensor.shape), (0,) * tensor.dim()))
+        store.load(found, pieces, ignore=["*"])
+    if dtype is not None:
+        model = model.to(dtype)
+    return Trained(model.eval(), config.model, task, Corpus.load(folder.data).tokenizer(), config, found)
+
+
+def continue_text(
+    trained: Trained,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """The prompt and its continuation. An empty prompt begins with the tokenizer's first token of a text."""
+    if trained.task != "lm":
+        what = f"was trained for {trained.task!r}, which does not predict a next token"
+        raise CheckpointError(findings=[Finding(str(trained.source), what, "Use a language model")])
+    tokenizer = trained.tokenizer
+    ids = list(tokenizer.encode(prompt)) or [i for i in (tokenizer.bos, tokenizer.eos) if i is not None][:1]
+    new = generate(
+        trained.model,
+        ids,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos=tokenizer.eos,
+    )
+    return tokenizer.decode([*ids, *new])

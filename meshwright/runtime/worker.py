@@ -1,0 +1,249 @@
+"""What every rank runs: `python -m meshwright.runtime.worker RUN_FOLDER [--resume] [--profile A:B]`.
+
+Builds the context of a run in the order in which its values depend on each other, trains, and writes the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+
+from meshwright.checkpoint import CheckpointStore, inspect
+from meshwright.config.schema import Config
+from meshwright.data.loader import Loader
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.distributed import device as devices
+from meshwright.distributed.environment import World, read_world
+from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.stop import StopFlag
+from meshwright.distributed.watch import Watchdog
+from meshwright.distributed.world import Ranks, init_world
+from meshwright.models import build, initialize
+from meshwright.observe.clock import StepClock
+from meshwright.observe.flops import peak_rate
+from meshwright.observe.metrics import MetricsWriter, read_metrics
+from meshwright.observe.noise import NoiseScale, batch_warning
+from meshwright.observe.progress import NullProgress, Progress, print_summary
+from meshwright.observe.resources import Sampler, Usage
+from meshwright.observe.sinks import open_sink
+from meshwright.observe.summary import save_facts, summarise
+from meshwright.observe.trace import Profile
+from meshwright.parallel.apply import parallelize
+from meshwright.runtime.corpus import Corpus
+from meshwright.runtime.folder import RunFolder
+from meshwright.runtime.modules import load_modules
+from meshwright.spec.plan import Plan
+from meshwright.train.context import Context
+from meshwright.train.figures import Figures
+from meshwright.train.loop import Outcome, train
+from meshwright.train.objectives import make_objective
+from meshwright.train.recorder import MetricsSink, ProgressSink, Recorder
+from meshwright.train.saving import restore
+from meshwright.train.schedule import total_steps
+
+__all__ = ["Job", "run_job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """resume: go on from the newest whole checkpoint of the folder (from the start where there is none)."""
+
+    folder: RunFolder
+    resume: bool = False
+    profile: str | None = None
+
+
+def run_job(job: Job, ranks: Ranks) -> Outcome:
+    """Train one run on these ranks. Every rank calls it."""
+    config, plan = job.folder.read_config().config, Plan.load(job.folder.plan)
+    load_modules(config.run.modules)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(StopFlag())
+        sampler = stack.enter_context(Sampler(ranks.device))
+        run = build_context(job, config, plan, ranks, stop, stack)
+        outcome = train(run)
+        usage = sampler.stop()
+        if run.is_lead:
+            finish(job, run, outcome, usage)
+    return outcome
+
+
+def build_context(job: Job, config: Config, plan: Plan, ranks: Ranks, stop: StopFlag, stack: contextlib.ExitStack) -> Context:
+    """Mesh, data, model, engine, then the weights: new ones, or those of a checkpoint."""
+    lead = ranks.rank == 0
+    mesh = build_mesh(plan.layout, ranks.device.type)
+    data_rank = mesh.get_local_rank("dp_replicate")
+    corpus = Corpus.load(job.folder.data)
+    tokenizer = corpus.tokenizer()
+    train_data, valid_data = corpus.datasets(config, tokenizer)
+    budget = total_steps(config.train, train_data.rows, config.data.seq_len)
+    objective = make_objective(config.objective, config.model.classes or 0)
+
+    model = build(config.model, objective.task)
+    engine = parallelize(
+        model,
+        plan=plan,
+        mesh=mesh,
+        table=model.table,
+        optimizer=config.train.optimizer,
+        device=ranks.device,
+        loss_scale=config.loss_scale,
+        ema=config.train.ema,
+    )
+    progress = stack.enter_context(_progress(config, budget.steps) if lead else NullProgress())
+    store = stack.enter_context(
+        CheckpointStore(
+            job.folder.checkpoints,
+            group=ranks.checkpoint if ranks.size > 1 else None,
+            rank=ranks.rank,
+            world=ranks.size,
+            keep=config.checkpoint.keep,
+            report=progress.note,
+        )
+    )
+    newest = store.newest() if job.resume else None
+    meta = inspect(newest)["meta"] if newest is not None else None
+    step = meta["state"]["step"] if meta else 0
+    figures = Figures(
+        config.model,
+        objective.task,
+        peak=_peak(ranks, config),
+        world=ranks.size,
+        parts=plan.layout.dp if plan.layout.dp > 1 else plan.accumulation(config.train.batch),
+        device=ranks.device,
+        noise=NoiseScale(),
+    )
+    must_know = config.precision == "fp16" or config.train.on_nonfinite == "skip"
+    recorder = Recorder(
+        _sinks(job, config, progress, step) if lead else [],
+        figures,
+        deferred=ranks.device.type != "cpu",
+        must_know_skips=must_know,
+        stop_on_nonfinite=config.train.on_nonfinite == "stop",
+    )
+    prefetch = config.data.prefetch
+
+    def loader(dataset, tail: str) -> Loader:
+        made = Loader(
+            dataset, dp_rank=data_rank, dp_world=plan.layout.dp, micro_batch=plan.micro_batch, prefetch=prefetch, tail=tail
+        )
+        stack.callback(made.close)
+        return made
+
+    run = Context(
+        config=config,
+        plan=plan,
+        ranks=ranks,
+        device=ranks.device,
+        data_rank=data_rank,
+        engine=engine,
+        objective=objective,
+        train_loader=loader(train_data, config.train.tail),
+        valid_loader=loader(valid_data, "step") if valid_data is not None else None,
+        store=store,
+        clock=StepClock(ranks.device),
+        recorder=recorder,
+        progress=progress,
+        profile=Profile(
+            job.profile, job.folder.path / "profile", rank=ranks.rank, device=ranks.device, total=budget.steps
+        ),
+        stop=stop,
+        watchdog=Watchdog(grace=config.run.grace, timeout=config.run.timeout, stop=stop),
+        budget=budget,
+        identity=_identity(config, tokenizer, train_data.rows),
+    )
+    if newest is not None and meta is not None:
+        restore(run, newest, meta)
+    else:
+        with engine.masters() as shell:
+            initialize(shell, config.run.seed, ranks.device)
+    for note in train_data.notes:
+        progress.note(note)
+    return run
+
+
+def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:
+    """On the lead rank: the summary table, the report, the result."""
+    records = read_metrics(job.folder.metrics)
+    summary = summarise(
+        records,
+        devices=run.ranks.size,
+        peak_rate=run.recorder.figures.peak.rate,
+        peak_source=run.recorder.figures.peak.source,
+        usage=usage.to_dict(),
+    )
+    save_facts(job.folder.path, machine=_machine(run), summary=summary)
+    run.progress.note(f"ended: {outcome.reason}")
+    if warning := batch_warning(run.config.train.batch, run.recorder.figures.noise):
+        run.progress.note(warning)
+    run.progress.close()
+    print_summary(summary)
+    job.folder.write_result(
+        {"reason": outcome.reason, "finished": outcome.finished, "step": run.state.step, "figures": outcome.figures}
+    )
+
+
+def _progress(config: Config, total: int | None) -> Progress:
+    return Progress(total, every=config.log.every)
+
+
+def _peak(ranks: Ranks, config: Config):
+    """Every rank measures where the data sheet says nothing: they share the machine in training too."""
+    return peak_rate(ranks.device, config.precision, devices.name(ranks.device))
+
+
+def _sinks(job: Job, config: Config, progress: NullProgress, step: int) -> list:
+    folder = job.folder
+    outside = open_sink(config.log, folder.path, config.model_dump(mode="json"), step)
+    return [MetricsSink(MetricsWriter(folder.metrics, resume_step=step)), outside, ProgressSink(progress)]
+
+
+def _identity(config: Config, tokenizer: Tokenizer, rows: int) -> dict:
+    data = config.data
+    return {
+        "model": config.model.model_dump(mode="json"),
+        "run": {"seed": config.run.seed},
+        "objective": config.objective.model_dump(mode="json"),
+        "data": {"rows": rows, "seq_len": data.seq_len, "packing": data.packing, "document_mask": data.document_mask},
+        "tokenizer": tokenizer.fingerprint,
+        "optimizer": config.train.optimizer.kind,
+        "precision": "fp64" if config.precision == "fp64" else "fp32 masters",
+    }
+
+
+def _machine(run: Context) -> dict[str, str]:
+    return {
+        "device": devices.name(run.device),
+        "devices": str(run.ranks.size),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "meshwright": version("meshwright"),
+    }
+
+
+def start(world: World, job: Job, device_type: str | None = None, join_timeout: float = 300.0) -> Outcome:
+    """Meet the other ranks and run. After an automatic restart it goes on from the newest checkpoint by itself."""
+    if world.restart > 0:
+        job = Job(job.folder, resume=True, profile=job.profile)
+    with init_world(world, device_type or devices.pick(), join_timeout=join_timeout) as ranks:
+        return run_job(job, ranks)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="meshwright.runtime.worker")
+    parser.add_argument("folder")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--profile")
+    parser.add_argument("--device")
+    args = parser.parse_args(argv)
+    start(read_world(), Job(RunFolder(args.folder), args.resume, args.profile), args.device)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

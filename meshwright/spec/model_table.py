@@ -1,0 +1,53 @@
+"""The parameter table of our own models: fused parts, initial values and the dimensions that may be split."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.config.schema import ModelConfig
+from meshwright.spec.parameters import Fused, Part, Rule, Table
+
+__all__ = ["logical_name", "model_table"]
+
+
+def logical_name(name: str, part: str) -> str:
+    """Unfused name of a part: `layers.3.attention.qkv.weight`, `q` -> `layers.3.attention.q.weight`."""
+    head, _, leaf = name.rpartition(".")
+    return ".".join((*head.split(".")[:-1], part, leaf))
+
+
+def model_table(config: ModelConfig, task: str) -> Table:
+    """Rules for every parameter of a decoder or encoder.
+
+    Residual output projections start with std / sqrt(2 * layers) where the config asks for it (GPT-2, section 2.3), all
+    other matrices with `init_std`, biases at 0, norm weights at 1.
+    """
+    heads, kv_heads = config.heads, config.kv_heads or config.heads
+    head_dim = config.head_dim or config.width // heads
+    std = config.init_std
+    out_std = std / math.sqrt(2 * config.layers) if config.init_depth_scaled else std
+    parts = (Part("q", heads // kv_heads * head_dim), Part("k", head_dim), Part("v", head_dim))
+    qkv = Fused(parts, groups=kv_heads)
+    rows = math.gcd(config.ffn, 16)
+    gated = config.activation == "swiglu"
+    up = Fused((Part("gate", rows), Part("up", rows)), groups=config.ffn // rows) if gated else None
+    tp0, tp1, vocab = ((0, "tp"),), ((1, "tp"),), ((0, "vocab"),)
+    rules = (
+        Rule("embedding.weight", std=std, axes=vocab),
+        Rule("*_embedding.weight", std=std),
+        Rule("layers.*.attention.qkv.weight", std=std, fused=qkv, axes=tp0),
+        Rule("layers.*.attention.qkv.bias", init="zeros", fused=qkv, axes=tp0),
+        Rule("layers.*.attention.out.weight", std=out_std, axes=tp1),
+        Rule("layers.*.mlp.up.weight", std=std, fused=up, axes=tp0),
+        Rule("layers.*.mlp.up.bias", init="zeros", fused=up, axes=tp0),
+        Rule("layers.*.mlp.down.weight", std=out_std, axes=tp1),
+        Rule("head.weight", std=std, axes=vocab),
+        Rule("head.bias", init="zeros", axes=vocab),
+        Rule("*norm.weight", init="ones"),
+        Rule("*.bias", init="zeros"),
+        Rule("head.transform.weight", std=std),
+        Rule("pooler.weight", std=std),
+        Rule("classifier.weight", std=std),
+    )
+    tied = config.tied and task != "classify"
+    return Table(rules, ties=(("embedding.weight", "head.weight"),) if tied else ())

@@ -35,9 +35,9 @@ def main(argv: list[str] | None = None) -> int:
         print(_usage())
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
-        from importlib.metadata import version
+        from meshwright import __version__
 
-        print(f"meshwright {version('meshwright')}")
+        print(f"meshwright {__version__}")
         return 0
     if args[0] not in COMMANDS:
         import difflib

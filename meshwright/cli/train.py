@@ -55,8 +55,9 @@ def register(app: typer.Typer) -> None:
 def show(resolved: Resolved, ready: Ready) -> None:
     """What will be run: every value that is no default, with its origin, then the plan."""
     typer.echo("settings (all values and defaults: config.yaml in the run folder)")
+    stored = f"{resolved.config.run.dir}/config.yaml:"  # a resumed run says only what is new
     for key, value, origin in resolved.table():
-        if origin != "default":
+        if origin != "default" and not origin.startswith(stored):
             typer.echo(f"  {key} = {value}  ({origin})")
     plan = ready.plan
     config = ready.resolved.config

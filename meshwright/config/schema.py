@@ -189,6 +189,7 @@ class EvaluateConfig(Section):
 
 class CheckpointConfig(Section):
     every: Natural = Field(0, description="Steps between checkpoints; 0: only at the end.")
+    final: bool = Field(True, description="Save when the run ends or is stopped.")
     keep: Count = Field(2, description="Newest checkpoints kept, beside the best one.")
     background: bool = Field(True, description="Write while training goes on.")
 

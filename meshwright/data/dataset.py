@@ -193,8 +193,12 @@ def _split(
     total, held = sum(store.documents for store in train_stores), sum(part.documents for _, part in pairs)
     if not held or any(not part.documents for part, _ in pairs):
         what = f"{fraction} of {total} documents is {held} held out and {total - held} to train on"
-        least = f"Set it to at least {1 / total:.2g}" if not held else "Set it lower"
-        _refuse([Finding("data.valid_fraction", what, f"{least}, to 0 for no evaluation, or name files in data.valid")])
+        largest = max(store.documents for store in train_stores)
+        change = "Set it lower" if held else f"Set it to {1 / largest:.2g} or more"
+        options = [change] if largest > 1 else []  # a single document cannot be shared out
+        options += ["set it to 0 for no evaluation", "name files in data.valid"]
+        fix = ", or ".join(options)
+        _refuse([Finding("data.valid_fraction", what, fix[0].upper() + fix[1:])])
     return [part for part, _ in pairs], [part for _, part in pairs if part.documents]
 
 

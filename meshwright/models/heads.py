@@ -55,7 +55,7 @@ class LanguageHead(nn.Module):
         self.transform = nn.Linear(width, width, device="meta", dtype=dtype) if config.head_transform else None
         self.transform_norm = make_norm(config, width, dtype) if config.head_transform else None
         self.activation = activation(config.activation)
-        self.weight = nn.Parameter(torch.empty(vocab, width, device="meta", dtype=dtype))
+        self.weight: torch.Tensor = nn.Parameter(torch.empty(vocab, width, device="meta", dtype=dtype))
         self.bias = nn.Parameter(torch.empty(vocab, device="meta", dtype=dtype)) if config.head_bias else None
 
     def forward(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -130,9 +130,9 @@ def materialise(model: nn.Module, device: torch.device | str, dtype: torch.dtype
         return made[id(tensor)]
 
     for module in model.modules():
-        own = [*module.named_parameters(recurse=False, remove_duplicate=False)]
-        own += [*module.named_buffers(recurse=False, remove_duplicate=False)]
-        for name, tensor in own:
+        own: dict[str, torch.Tensor] = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        own |= dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        for name, tensor in own.items():
             setattr(module, name, place(tensor))
 
 
@@ -144,11 +144,11 @@ def _tie(model: nn.Module, table: Table) -> None:
 
 
 @torch.no_grad()
-def _copy_constructed(model: nn.Module, seed: int) -> None:
+def _copy_constructed(model: nn.Module, remake: Callable[[], nn.Module], seed: int) -> None:
     """Values of a registered model: what its constructor makes on a CPU under a fixed seed."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(_key(seed, "constructor")[0] >> 1)
-        source = model.remake()
+        source = remake()
     for name, parameter in source.named_parameters():
         model.get_parameter(name).copy_(parameter)
     for name, buffer in source.named_buffers():
@@ -163,8 +163,8 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str, dtype: t
     Raises ConfigError for a module on meta that `build` did not make and that brings no table.
     """
     table = getattr(model, "table", None)
-    constructed = getattr(model, "remake", None) is not None
-    if not constructed and not isinstance(table, Table):
+    remake = getattr(model, "remake", None)
+    if remake is None and not isinstance(table, Table):
         missing = [name for name, p in model.named_parameters() if p.is_meta]
         if missing:
             what = f"nothing says how {missing[0]} and {len(missing) - 1} more parameters are filled"
@@ -175,8 +175,8 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str, dtype: t
     assert isinstance(table, Table)
     _tie(model, table)
     materialise(model, device, dtype)
-    if constructed:
-        _copy_constructed(model, seed)
+    if remake is not None:
+        _copy_constructed(model, remake, seed)
     for name, parameter in model.named_parameters():
         rule = table.rule(name)
         if rule.init != CONSTRUCTOR:

@@ -51,7 +51,8 @@ def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Function of one tensor. gelu is exact (erf), gelu_tanh the approximation of GPT-2; swiglu gates with silu."""
     if name == "gelu_tanh":
         return _gelu_tanh
-    return {"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}[name]
+    plain: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}
+    return plain[name]
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:

@@ -54,9 +54,7 @@ class Trunk(nn.Module):
             if config.tied:
                 self.head.weight = self.embedding.weight
 
-    def embed(
-        self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, key_BS: torch.Tensor | None
-    ) -> torch.Tensor:
+    def embed(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, key_BS: torch.Tensor | None) -> torch.Tensor:
         """Sum of the embeddings, normed and dropped out, [B, S, D]. Every token is of type 0."""
         x_BSD = self.embedding(tokens_BS)
         if self.position_embedding is not None:

@@ -10,14 +10,14 @@ import contextlib
 import platform
 import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 
 import torch
 
+from meshwright import __version__
 from meshwright.checkpoint import CheckpointStore, inspect
 from meshwright.config.schema import Config
+from meshwright.data.dataset import Dataset
 from meshwright.data.loader import Loader
-from meshwright.data.tokenizer import Tokenizer
 from meshwright.distributed import device as devices
 from meshwright.distributed.environment import World, read_world
 from meshwright.distributed.mesh import build_mesh
@@ -47,7 +47,7 @@ from meshwright.train.recorder import MetricsSink, ProgressSink, Recorder
 from meshwright.train.saving import restore
 from meshwright.train.schedule import total_steps
 
-__all__ = ["Job", "run_job"]
+__all__ = ["Job", "RunData", "run_job", "run_on", "start"]
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,33 @@ class Job:
     profile: str | None = None
 
 
+@dataclass(frozen=True)
+class RunData:
+    """Rows to train on and held-out ones, the fingerprint of the tokenizer that made them, and what to say of them."""
+
+    train: Dataset
+    valid: Dataset | None
+    tokenizer: str
+    notes: tuple[str, ...] = ()
+
+
 def run_job(job: Job, ranks: Ranks) -> Outcome:
     """Train one run on these ranks. Every rank calls it."""
     config, plan = job.folder.read_config().config, Plan.load(job.folder.plan)
     load_modules(config.run.modules)
+    corpus = Corpus.load(job.folder.data)
+    tokenizer = corpus.tokenizer()
+    train_data, valid_data = corpus.datasets(config, tokenizer)
+    data = RunData(train_data, valid_data, tokenizer.fingerprint, train_data.notes)
+    return run_on(job, config, plan, data, ranks)
+
+
+def run_on(job: Job, config: Config, plan: Plan, data: RunData, ranks: Ranks) -> Outcome:
+    """Train on given rows; `run_job` takes them from the run folder."""
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(StopFlag())
         sampler = stack.enter_context(Sampler(ranks.device))
-        run = build_context(job, config, plan, ranks, stop, stack)
+        run = build_context(job, config, plan, data, ranks, stop, stack)
         outcome = train(run)
         usage = sampler.stop()
         if run.is_lead:
@@ -74,15 +93,14 @@ def run_job(job: Job, ranks: Ranks) -> Outcome:
     return outcome
 
 
-def build_context(job: Job, config: Config, plan: Plan, ranks: Ranks, stop: StopFlag, stack: contextlib.ExitStack) -> Context:
-    """Mesh, data, model, engine, then the weights: new ones, or those of a checkpoint."""
+def build_context(
+    job: Job, config: Config, plan: Plan, data: RunData, ranks: Ranks, stop: StopFlag, stack: contextlib.ExitStack
+) -> Context:
+    """Mesh, model, engine, recorder, then the weights: new ones, or those of a checkpoint."""
     lead = ranks.rank == 0
     mesh = build_mesh(plan.layout, ranks.device.type)
     data_rank = mesh.get_local_rank("dp_replicate")
-    corpus = Corpus.load(job.folder.data)
-    tokenizer = corpus.tokenizer()
-    train_data, valid_data = corpus.datasets(config, tokenizer)
-    budget = total_steps(config.train, train_data.rows, config.data.seq_len)
+    budget = total_steps(config.train, data.train.rows, config.data.seq_len)
     objective = make_objective(config.objective, config.model.classes or 0)
 
     model = build(config.model, objective.task)
@@ -144,8 +162,8 @@ def build_context(job: Job, config: Config, plan: Plan, ranks: Ranks, stop: Stop
         data_rank=data_rank,
         engine=engine,
         objective=objective,
-        train_loader=loader(train_data, config.train.tail),
-        valid_loader=loader(valid_data, "step") if valid_data is not None else None,
+        train_loader=loader(data.train, config.train.tail),
+        valid_loader=loader(data.valid, "step") if data.valid is not None else None,
         store=store,
         clock=StepClock(ranks.device),
         recorder=recorder,
@@ -156,14 +174,14 @@ def build_context(job: Job, config: Config, plan: Plan, ranks: Ranks, stop: Stop
         stop=stop,
         watchdog=Watchdog(grace=config.run.grace, timeout=config.run.timeout, stop=stop),
         budget=budget,
-        identity=_identity(config, tokenizer, train_data.rows),
+        identity=_identity(config, data),
     )
     if newest is not None and meta is not None:
         restore(run, newest, meta)
     else:
         with engine.masters() as shell:
             initialize(shell, config.run.seed, ranks.device)
-    for note in train_data.notes:
+    for note in data.notes:
         progress.note(note)
     return run
 
@@ -204,14 +222,14 @@ def _sinks(job: Job, config: Config, progress: NullProgress, step: int) -> list:
     return [MetricsSink(MetricsWriter(folder.metrics, resume_step=step)), outside, ProgressSink(progress)]
 
 
-def _identity(config: Config, tokenizer: Tokenizer, rows: int) -> dict:
+def _identity(config: Config, rows: RunData) -> dict:
     data = config.data
     return {
         "model": config.model.model_dump(mode="json"),
         "run": {"seed": config.run.seed},
         "objective": config.objective.model_dump(mode="json"),
-        "data": {"rows": rows, "seq_len": data.seq_len, "packing": data.packing, "document_mask": data.document_mask},
-        "tokenizer": tokenizer.fingerprint,
+        "data": {"rows": rows.train.rows, "seq_len": data.seq_len, "packing": data.packing, "document_mask": data.document_mask},
+        "tokenizer": rows.tokenizer,
         "optimizer": config.train.optimizer.kind,
         "precision": "fp64" if config.precision == "fp64" else "fp32 masters",
     }
@@ -223,7 +241,7 @@ def _machine(run: Context) -> dict[str, str]:
         "devices": str(run.ranks.size),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "meshwright": version("meshwright"),
+        "meshwright": __version__,
     }
 
 

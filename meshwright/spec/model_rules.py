@@ -54,7 +54,7 @@ def _shape(config: ModelConfig) -> list[Finding]:
         )
     if heads % kv_heads:
         found.append(
-            Finding("model.kv_heads", f"model.heads {heads} is not divisible by {kv_heads}", "Every group needs as many queries")
+            Finding("model.kv_heads", f"model.heads {heads} is not divisible by {kv_heads}", "All groups have as many queries")
         )
     if config.vocab is None:
         found.append(Finding("model.vocab", "is missing", "Give the number of rows, at least the tokenizer's size"))
@@ -78,7 +78,7 @@ def _positions(config: ModelConfig, seq_len: int | None) -> list[Finding]:
         found.append(Finding("model.head_dim", "2 is too small for the dynamic rope scaling", "Use at least 4"))
     if config.positions != "rope" and config.rope_scaling is not None:
         found.append(
-            Finding("model.rope_scaling", f"has no effect with positions: {config.positions}", "Remove it, or use positions: rope")
+            Finding("model.rope_scaling", f"has no effect with positions: {config.positions}", "Remove it, or use rope")
         )
     if config.positions != "learned" and config.position_offset:
         found.append(
@@ -112,9 +112,11 @@ def _scaling(config: ModelConfig) -> list[Finding]:
     for key, value in scaling:
         if key not in known and value is not None and value != type(scaling).model_fields[key].default:
             found.append(
-                Finding(f"model.rope_scaling.{key}", f"{value} has no effect with rope_type {kind}", "Remove it or change the type")
+                Finding(
+                    f"model.rope_scaling.{key}", f"{value} has no effect with rope_type {kind}", "Remove it, or change that"
+                )
             )
-    if kind not in ("default",) and scaling.factor < 1:
+    if kind != "default" and scaling.factor < 1:
         found.append(Finding("model.rope_scaling.factor", f"{scaling.factor} is under 1", "A factor stretches the context"))
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     if kind == "llama3" and low is not None and high is not None and high <= low:

@@ -69,7 +69,8 @@ def train(run: Context) -> Outcome:
                     save(run)
             run.watchdog.beat()
         run.watchdog.beat("the last save")
-        save(run)
+        if config.checkpoint.final:
+            save(run)
         run.store.wait()
     steps.close()
     return Outcome(reason, finished, figures)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright import __version__
 from meshwright.config.load import flatten
 from meshwright.config.schema import Config
 from meshwright.errors import CheckpointError, Finding
@@ -33,7 +33,7 @@ def save(run: Context) -> None:
         "state": {**state.to_dict(), "seconds": run.elapsed()},
         "identity": run.identity,
         "total": run.budget.steps,
-        "versions": {"meshwright": version("meshwright"), "torch": torch.__version__, "python": platform.python_version()},
+        "versions": {"meshwright": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
     run.store.save(state.step, run.pieces(), meta, background=run.config.checkpoint.background)
     if run.config.evaluate.best and state.best_step == state.step and state.best_loss is not None:

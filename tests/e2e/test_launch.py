@@ -85,10 +85,6 @@ def gone_within(pids: list[int], seconds: float) -> bool:
     return not any(map(alive, pids))
 
 
-def rank_pids(logs: Path, ranks: int) -> list[int]:
-    return [int(re.findall(r"pid (\d+)", (logs / f"rank{rank}.log").read_text())[-1]) for rank in range(ranks)]
-
-
 @pytest.fixture
 def logs(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "logs"
@@ -108,9 +104,9 @@ def logs(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_the_first_culprit_gives_code_and_last_words_and_the_others_stop(capfd, logs, how, culprit, code, message, trace):
-    start = time.monotonic()
     assert launch([SCRIPT, "6", how, str(culprit), "3"], nproc=3, log_dir=logs) == code
-    assert time.monotonic() - start < 15.0
+    failed = float(re.search(r"failing at ([\d.]+)", (logs / f"rank{culprit}.log").read_text()).group(1))
+    assert time.time() - failed < 10.0
     err = capfd.readouterr().err
     *_, said, where = err.strip().splitlines()
     assert re.match(rf"meshwright: {message}", said) and where == f"Its log: {logs / f'rank{culprit}.log'}"
@@ -216,7 +212,7 @@ def test_a_named_port_that_is_taken_fails_at_once_and_a_free_one_works(capfd, lo
         start = time.monotonic()
         with pytest.raises(DeviceError, match=f"127.0.0.1:{port}.*port {port} is taken"):
             launch([SCRIPT, "5"], nproc=2, rdzv=f"127.0.0.1:{port}", log_dir=logs)
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 5.0
     assert launch([SCRIPT, "5"], nproc=2, rdzv=f"127.0.0.1:{port}", log_dir=logs) == 0
     assert "total 15" in capfd.readouterr().out
 

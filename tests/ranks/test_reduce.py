@@ -163,15 +163,18 @@ def test_groups_over_several_axes_on_four_ranks(ranks):
 
 
 def links(broken: int) -> list[Link]:
+    real = dist.all_reduce
+
+    def adds_a_little(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        tensor += 1.0
+        real(tensor, group=group)
+
     if joined().rank == broken:
-        dist.all_reduce = lambda tensor, group: tensor.add_(1.0) and real(tensor, group=group)  # a link that adds a little
+        dist.all_reduce = adds_a_little
     try:
         return measure_links(joined())
     finally:
         dist.all_reduce = real
-
-
-real = dist.all_reduce
 
 
 def test_a_selftest_tries_every_pair_and_the_whole(ranks):

@@ -76,7 +76,11 @@ def cut(path: Path) -> None:
     path.write_bytes(data[:-10])
 
 
-CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
+def data_start(path: Path) -> int:
+    return 8 + int(struct.unpack("<Q", path.read_bytes()[:8])[0])
+
+
+CASES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a shard is missing": (shard(1), Path.unlink, "is missing (No such file or directory); it holds tensor weight"),
     "a shard is cut": (shard(2), cut, "bytes instead of"),
     "a shard is empty": (shard(0), lambda p: p.write_bytes(b""), "has 0 bytes instead of"),
@@ -85,7 +89,11 @@ CASES: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "the manifest is missing": (MANIFEST, Path.unlink, "cannot be read (No such file or directory)"),
     "a byte of the header": (shard(1), lambda p: flip(p, 8 * 12), "is damaged"),
     "a bit of the header's length": (shard(1), lambda p: flip(p, 5), "is damaged"),
-    "the first bit of the data": (shard(2), lambda p: flip(p, 8 * (8 + struct.unpack("<Q", p.read_bytes()[:8])[0])), "is damaged"),
+    "the first bit of the data": (
+        shard(2),
+        lambda p: flip(p, 8 * (8 + struct.unpack("<Q", p.read_bytes()[:8])[0])),
+        "is damaged",
+    ),
     "the last bit": (shard(0), lambda p: flip(p, 8 * p.stat().st_size - 1), "the damage is in tensor weight"),
 }
 
@@ -115,10 +123,9 @@ def test_all_damage_is_told_at_once(pristine: Path, tmp_path: Path) -> None:
 def test_the_damaged_tensor_is_told_from_its_neighbour(pristine: Path, tmp_path: Path) -> None:
     path = copied(pristine, tmp_path)
     file = path / shard(2)
-    length = struct.unpack("<Q", file.read_bytes()[:8])[0]
-    header = json.loads(file.read_bytes()[8 : 8 + length])
+    header = json.loads(file.read_bytes()[8 : data_start(file)])
     for key, name in (("bias", "bias"), ("weight@64,0", "weight")):
-        at = 8 + length + header[key]["data_offsets"][0]
+        at = data_start(file) + header[key]["data_offsets"][0]
         flip(file, 8 * at + 3)
         assert f"the damage is in tensor {name}" in refusal(path) and refusal(path).endswith(name)
         flip(file, 8 * at + 3)

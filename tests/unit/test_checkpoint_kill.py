@@ -52,11 +52,10 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def test_killed_at_every_file_operation_and_again_in_the_restart(root: Path, tmp_path: Path) -> None:
-    # Mutation tried: `prune` called before `publish`; the sweep then found an empty folder at the first rename.
-    operation, code = 0, None
+def sweep(root: Path, tmp_path: Path, first: int, stride: int) -> None:
+    operation, code = first - stride, None
     while code != 0:
-        operation += 1
+        operation += stride
         assert operation < 200, "the saves never end"
         trial = tmp_path / f"trial{operation}" / "checkpoints"
         shutil.copytree(root, trial)
@@ -73,6 +72,17 @@ def test_killed_at_every_file_operation_and_again_in_the_restart(root: Path, tmp
     assert operation > 40, "the hooks were not reached"
 
 
+def test_killed_at_file_operations_and_again_in_the_restart(root: Path, tmp_path: Path) -> None:
+    # Mutation tried: `publish` deleting the older folder of the same step before anything else, and `clean` removing every
+    # partial folder; the sweep then found no whole checkpoint.
+    sweep(root, tmp_path, first=2, stride=4)
+
+
+@pytest.mark.slow
+def test_killed_at_every_file_operation_and_again_in_the_restart(root: Path, tmp_path: Path) -> None:
+    sweep(root, tmp_path, first=1, stride=1)
+
+
 def test_killed_between_the_last_byte_and_the_name(root: Path) -> None:
     process = child(crash.die_before_publishing, root, 2)
     process.join(30)
@@ -85,7 +95,7 @@ def test_killed_between_the_last_byte_and_the_name(root: Path) -> None:
 
 
 def kill_at_random(root: Path, kills: int, seed: int) -> None:
-    rows = 40_000  # 41 MB
+    rows = 25_000  # 26 MB
     moments = random.Random(seed)
     for kill in range(kills):
         before = last_complete(root)

@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.checkpoint.manifest import Box, FileEntry, Manifest, Slice, TensorEntry, first_overlap, json_problems, read_manifest
+from meshwright.checkpoint.manifest import (
+    Box,
+    FileEntry,
+    Manifest,
+    Slice,
+    TensorEntry,
+    first_overlap,
+    json_problems,
+    read_manifest,
+)
 from meshwright.errors import CheckpointError
 
 

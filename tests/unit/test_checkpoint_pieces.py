@@ -24,8 +24,17 @@ def coverage(plan: SharePlan, name: str) -> np.ndarray:
     return count
 
 
+def whole(name: str, shape: tuple[int, ...], dtype: str = "F32", owner: bool = True) -> Geometry:
+    return Geometry(name, dtype, shape, Box.whole(shape), owner)
+
+
+def rows(first: int, count: int) -> Geometry:
+    """Rows of a tensor of shape [6, 2]."""
+    return Geometry("w", "F32", (6, 2), Box((first, 0), (count, 2)), True)
+
+
 def replicas(sizes: dict[str, tuple[int, ...]], world: int) -> list[list[Geometry]]:
-    return [[Geometry(n, "F32", s, Box.whole(s), True) for n, s in sizes.items()] for _ in range(world)]
+    return [[whole(n, s) for n, s in sizes.items()] for _ in range(world)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
@@ -53,8 +62,8 @@ def test_what_one_rank_alone_holds_counts_against_its_share_of_the_rest() -> Non
 
 
 def test_tensor_parallel_with_replicas() -> None:
-    halves = [Box((0, 0), (50, 8)), Box((50, 0), (50, 8))]
-    held = [[Geometry("w", "BF16", (100, 8), halves[r % 2], True), Geometry("n", "F64", (32,), Box((0,), (32,)), True)] for r in range(4)]
+    halves = [Geometry("w", "BF16", (100, 8), Box((50 * half, 0), (50, 8)), True) for half in range(2)]
+    held = [[halves[rank % 2], whole("n", (32,), "F64")] for rank in range(4)]
     plan, findings = share(held)
     assert not findings
     assert (coverage(plan, "w") == 1).all() and (coverage(plan, "n") == 1).all()
@@ -62,19 +71,19 @@ def test_tensor_parallel_with_replicas() -> None:
 
 
 def test_a_copy_that_is_no_owner_is_never_written() -> None:
-    box = Box.whole((6, 2))
-    held = [[Geometry("w", "F32", (6, 2), box, rank == 2)] for rank in range(4)]
+    held = [[whole("w", (6, 2), owner=rank == 2)] for rank in range(4)]
     plan, findings = share(held)
     assert not findings
     assert [plan.bytes(rank) for rank in range(4)] == [0, 0, 48, 0]
-    _, findings = share([[Geometry("w", "F32", (6, 2), box, False)]])
+    _, findings = share([[whole("w", (6, 2), owner=False)]])
     assert "12 of 12 elements are held by no rank that may write them" in str(findings[0])
 
 
 def test_holes_and_disagreement_are_findings() -> None:
-    _, findings = share([[Geometry("w", "F32", (6, 2), Box((0, 0), (3, 2)), True)], [Geometry("w", "F32", (6, 2), Box((4, 0), (2, 2)), True)]])
-    assert [str(f) for f in findings] == ["w: 2 of 12 elements are held by no rank that may write them. Every element needs an owner"]
-    _, findings = share([[Geometry("w", "F32", (6,), Box((0,), (6,)), True)], [Geometry("w", "F64", (6,), Box((0,), (6,)), True)]])
+    _, findings = share([[rows(0, 3)], [rows(4, 2)]])
+    text = "w: 2 of 12 elements are held by no rank that may write them. Every element needs an owner"
+    assert [str(finding) for finding in findings] == [text]
+    _, findings = share([[whole("w", (6,))], [whole("w", (6,), "F64")]])
     assert "rank 1 has F64 [6], another rank F32 [6]" in str(findings[0])
 
 
@@ -102,8 +111,10 @@ def block(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 def test_any_overlapping_blocks_are_written_once(data: st.DataObject, dims: int, world: int) -> None:
     # Mutation tried: the grid of `_cells` replaced by the blocks themselves; elements were then written twice.
     shape = tuple(data.draw(st.integers(1, 6)) for _ in range(dims))
-    held = [[Geometry("w", "F32", shape, data.draw(block(shape)), True) for _ in range(data.draw(st.integers(0, 3)))] for _ in range(world)]
-    held[data.draw(st.integers(0, world - 1))].append(Geometry("w", "F32", shape, Box.whole(shape), True))
+    held: list[list[Geometry]] = [[] for _ in range(world)]
+    for pieces in held:
+        pieces += [Geometry("w", "F32", shape, data.draw(block(shape)), True) for _ in range(data.draw(st.integers(0, 3)))]
+    held[data.draw(st.integers(0, world - 1))].append(whole("w", shape))
     plan, findings = share(held)
     assert not findings
     assert (coverage(plan, "w") == 1).all()

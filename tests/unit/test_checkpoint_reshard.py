@@ -16,7 +16,16 @@ from meshwright.checkpoint import reader as reader_module
 from meshwright.checkpoint.manifest import Box
 from tests.unit.checkpoint_cases import bits, piece_of, save_as, whole
 
-DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.float8_e4m3fn]
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.float8_e4m3fn,
+]
 
 
 @st.composite
@@ -96,7 +105,8 @@ def test_only_the_needed_bytes_are_read_and_in_bounded_pieces(tmp_path: Path, mo
     assert torch.equal(rows.tensor, full[240:260])
     assert store.last_load.bytes_read == 20 * 64 * 4
     assert store.last_load.files_opened == 2
-    assert store.last_load.bytes_hashed == sum((tmp_path / "step-00000001" / f"shard-0000{r}-of-00004.safetensors").stat().st_size for r in (0, 1))
+    files = [tmp_path / "step-00000001" / f"shard-0000{r}-of-00004.safetensors" for r in (0, 1)]
+    assert store.last_load.bytes_hashed == sum(file.stat().st_size for file in files)
     columns = piece_of("w", torch.zeros_like(full), Box((0, 3), (1000, 5)))
     store.load(tmp_path / "step-00000001", [columns])
     assert torch.equal(columns.tensor, full[:, 3:8])

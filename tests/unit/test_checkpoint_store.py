@@ -84,7 +84,11 @@ def test_tensors_may_change_as_soon_as_save_returns(store: CheckpointStore, back
 
 def test_saving_goes_on_beside_training(store: CheckpointStore) -> None:
     release = threading.Event()
-    store._before_publish = lambda partial: release.wait(10) and None
+
+    def hold_up(partial: Path) -> None:
+        release.wait(10)
+
+    store._before_publish = hold_up
     ticket = store.save(1, pieces(state(1)), {})
     assert not ticket.done, "save returned while the writer was still held up"
     release.set()
@@ -469,5 +473,5 @@ def test_memory_that_is_not_there_is_an_error_of_the_save(store: CheckpointStore
 
 
 def test_readable_sizes() -> None:
-    sizes = [0, 1023, 1536, 5 << 20, 3 << 30, 7 << 50]
-    assert [ticket_module.readable(s) for s in sizes] == ["0 bytes", "1023 bytes", "1.5 KiB", "5.0 MiB", "3.0 GiB", "7168.0 TiB"]
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1536: "1.5 KiB", 5 << 20: "5.0 MiB", 3 << 30: "3.0 GiB", 7 << 50: "7168.0 TiB"}
+    assert {size: ticket_module.readable(size) for size in sizes} == sizes

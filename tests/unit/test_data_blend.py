@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError
 WEIGHTS = st.lists(st.one_of(st.floats(0.01, 10.0), st.integers(1, 9).map(float)), min_size=1, max_size=6)
 
 
+@settings(deadline=None)
 @given(rows=st.lists(st.integers(0, 30), min_size=1, max_size=5).filter(sum), seed=st.integers(0, 2**64))
 def test_without_weights_every_row_of_every_corpus_comes_once_an_epoch(rows, seed):
     order = Concatenation(rows, seed)

@@ -227,6 +227,7 @@ def test_evaluation_sees_every_row_once_in_equal_numbers_of_batches(rows, limit,
     assert sum(batch.targets() for batches in ranks for batch in batches) == 3 * total
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=20), rows=st.integers(1, 4))
 def test_document_boundaries(lengths, rows):
     store = FakeStore([range(length) for length in lengths])
@@ -337,6 +338,23 @@ def test_a_forgotten_iteration_ends_its_thread():
     del steps
     gc.collect()
     assert not loader_threads()
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_for_an_accelerator_are_pinned_beside_the_right_device(monkeypatch, prefetch):
+    # The current device belongs to a thread: pinning on a new thread would otherwise take memory on device 0 of all ranks.
+    places: list[tuple[str, str]] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    note = lambda what: places.append((what, threading.current_thread().name))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: note(f"device {index}"))
+    monkeypatch.setattr(Batch, "pin", lambda batch: note("pin") or batch)
+    batches = list(Loader(numbered(2), micro_batch=1, prefetch=prefetch).evaluate())
+    assert len(batches) == 2
+    here = threading.current_thread().name
+    thread = "meshwright-loader"
+    expected = [("device 3", thread), ("pin", thread), ("pin", thread)] if prefetch else [("pin", here)] * 2
+    assert places == expected
 
 
 def test_a_wrong_rank_is_our_own_mistake():

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data.batch import IGNORE
@@ -16,6 +16,7 @@ def masking(seq_len: int = 64, fraction: float = 0.15, seed: int = 0, vocab_size
     return Masking(seed, fraction=fraction, seq_len=seq_len, vocab_size=vocab_size, mask_id=MASK, special_ids=SPECIAL)
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 99), min_size=1, max_size=64),
     fraction=st.floats(0.001, 0.999),

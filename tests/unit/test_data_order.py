@@ -72,6 +72,7 @@ ORDER_10 = [0, 2, 9, 4, 7, 6, 3, 1, 5, 8]
 ORDER_HUGE = [698178080130, 310534221707, 338729362837]
 
 
+@settings(deadline=None)
 @given(stream=st.integers(0, 2**64 - 1), counters=st.lists(st.integers(0, 2**62), min_size=1, max_size=20))
 def test_the_array_form_of_the_hash_equals_the_plain_one(stream, counters):
     assert mix_array(stream, np.array(counters)).tolist() == [mix(stream, counter) for counter in counters]
@@ -118,6 +119,7 @@ def test_dropping_everything_is_refused_with_the_numbers():
         step_span(0, lambda _: 11, 10, "drop")
 
 
+@settings(deadline=None)
 @given(rows=st.integers(1, 50), batch=st.integers(1, 60), tail=st.sampled_from(["step", "drop"]), start=st.integers(0, 200))
 def test_no_step_reaches_over_an_epoch(rows, batch, tail, start):
     if tail == "drop" and batch > rows:

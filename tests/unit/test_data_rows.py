@@ -21,7 +21,7 @@ def prompts_for(lengths: list[int]) -> np.ndarray:
     return np.array([(7 * i) % (length + 2) for i, length in enumerate(lengths)])  # up to one more than the document has
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(lengths=LENGTHS, seq_len=ROW, fraction=st.sampled_from([0.0, 0.2, 0.5]), mask=st.booleans(), response=st.booleans())
 def test_stream_rows_hold_every_token_and_every_target_once(lengths, seq_len, fraction, mask, response):
     # Red when a row ends without looking one token ahead, when a border at a row's end is kept as a target, and when
@@ -57,7 +57,7 @@ def test_stream_rows_hold_every_token_and_every_target_once(lengths, seq_len, fr
         assert begins == sorted(borders | set(range(0, len(stream), seq_len)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(lengths=LENGTHS, seq_len=ROW, fraction=st.sampled_from([0.0, 0.3]), response=st.booleans())
 def test_document_rows_are_the_windows_of_each_document(lengths, seq_len, fraction, response):
     # Red when a window does not look one token ahead and when empty documents give a row.
@@ -111,6 +111,7 @@ def test_classified_documents_are_truncated_and_counted():
     assert (rows.truncated, rows.empty) == (2, 1)
 
 
+@settings(deadline=None)
 @given(documents=st.integers(1, 3000), fraction=st.floats(0, 0.999))
 def test_the_held_out_part_has_exactly_its_size_and_shares_no_document(documents, fraction):
     ids = held_out(documents, fraction)

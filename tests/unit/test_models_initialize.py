@@ -118,7 +118,9 @@ def test_every_parameter_has_a_rule_that_fits(name, task):
         leaf = parameter_name.rpartition(".")[2]
         expected = "zeros" if leaf == "bias" else "ones" if "norm" in parameter_name else "normal"
         assert rule.init == expected
-        fused = parameter_name.split(".")[-2] == "qkv" or (parameter_name.split(".")[-2] == "up" and config.activation == "swiglu")
+        fused = parameter_name.split(".")[-2] == "qkv" or (
+            parameter_name.split(".")[-2] == "up" and config.activation == "swiglu"
+        )
         assert (rule.fused is not None) == fused
         if rule.fused is not None:
             assert rule.fused.groups * rule.fused.group_rows == parameter.shape[0]
@@ -164,9 +166,7 @@ def test_a_registered_module_gets_its_constructor_s_values(registered):
 def test_a_registered_module_may_bring_its_own_table(registered):
     def factory(config, task):
         module = Users(config.width)
-        module.table = Table(
-            (Rule("*", init="zeros"),), ties=(("embedding.weight", "head.weight"),)
-        )
+        module.table = Table((Rule("*", init="zeros"),), ties=(("embedding.weight", "head.weight"),))
         return module
 
     registered("mine", factory)

@@ -34,13 +34,16 @@ MODELS = {**DECODERS, **ENCODERS}
 
 def make(name: str, task: str | None = None, dtype: torch.dtype = F64, **changes) -> nn.Module:
     # A large std, so that attention is far from uniform and every position matters.
-    config = ModelConfig(**{**MODELS[name], "vocab": VOCAB, "init_std": 0.3, "init_depth_scaled": False, "classes": 3, **changes})
+    config = ModelConfig(
+        **{**MODELS[name], "vocab": VOCAB, "init_std": 0.3, "init_depth_scaled": False, "classes": 3, **changes}
+    )
     model = build(config, task or ("lm" if config.arch == "decoder" else "mlm"), dtype)
     initialize(model, 0, "cpu")
+    generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():  # biases and norms too
             if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1), dtype=dtype) * 0.1)
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=dtype) * 0.1)
     return model
 
 
@@ -63,7 +66,7 @@ def pack(documents: list[torch.Tensor], row: int, pad: int = 0) -> dict[str, tor
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_documents_equal_each_alone(name):
-    # Red with: documents not passed to attention, positions not passed to the rope table (llama) or the table (gpt2).
+    # Red with: documents not passed to attention, positions not passed to the learned table (gpt2).
     model = make(name)
     documents = [tokens(1, n, seed=n)[0] for n in (5, 1, 9)]
     for pad in (0, 7):  # what stands on the padding has no influence
@@ -75,6 +78,15 @@ def test_packed_documents_equal_each_alone(name):
             alone = model(document[None])[0]
             torch.testing.assert_close(logits[0, start : start + len(document)], alone, rtol=0, atol=1e-12)
             start += len(document)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_positions_are_used(name):
+    # Red with: positions not passed to the rope table (a shift of a whole document leaves its logits as they are).
+    model, ids = make(name), tokens(1, 6)
+    plain = torch.arange(6)[None]
+    assert torch.equal(model(ids, positions=plain), model(ids))
+    assert (model(ids, positions=2 * plain) - model(ids)).abs().max() > 1e-3
 
 
 def test_decoder_sees_no_future_and_encoder_does():
@@ -284,12 +296,14 @@ def test_tied_head_is_one_parameter_with_both_gradients():
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_precision_follows_the_weights(name):
-    # Red with: rope tables in the model's dtype, whose cosines of positions up to 35 then miss by 0.004.
-    ids = tokens(2, 36)
+    # Red with: rope tables in the model's dtype, logits upcast.
+    ids, tables = tokens(2, 36), []
     exact = make(name, init_std=0.05)
     assert exact(ids).dtype == F64 and exact(ids, labels=ids).loss_sum.dtype == F64
     low = copy.deepcopy(exact).to(torch.bfloat16)
+    low.layers[0].register_forward_pre_hook(lambda _, args: tables.append(args[1]))
     logits = low(ids)
+    assert [cos is None or cos.dtype == torch.float32 for cos in tables] == [True]
     assert logits.dtype == torch.bfloat16 and low(ids, labels=ids).loss_sum.dtype == torch.float32
     error = (logits.double() - copy.deepcopy(low).double()(ids)).abs().max() / exact(ids).abs().max()
     assert error < 0.03

@@ -18,6 +18,7 @@ from meshwright.errors import DataError, Finding
 
 
 def fail(how: str) -> None:
+    print(f"failing at {time.time()}", flush=True)
     if how == "raise":
         raise ValueError("a planted failure")
     if how == "user":

@@ -1,0 +1,80 @@
+"""Our own side of a measurement: a real run (loader, step, metrics) on random tokens. Started by `runner` on every rank.
+
+python -m torch.distributed.run --nproc-per-node N -m meshwright.bench.ours WORKLOAD --folder DIR --steps S
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from meshwright.bench.synthetic import RandomRows
+from meshwright.bench.workloads import WORKLOADS
+from meshwright.config.load import Resolved
+from meshwright.distributed import device as devices
+from meshwright.distributed.environment import read_world
+from meshwright.distributed.world import init_world
+from meshwright.observe.metrics import read_metrics
+from meshwright.runtime.folder import RunFolder
+from meshwright.runtime.worker import Job, RunData, run_on
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("workload", choices=sorted(WORKLOADS))
+    parser.add_argument("--folder", required=True)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--warm", type=int, default=10)
+    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--compile", default="auto")
+    parser.add_argument("--dropout", type=float)
+    parser.add_argument("--profile")
+    args = parser.parse_args()
+    workload, world, device_type = WORKLOADS[args.workload], read_world(), devices.pick()
+    config = workload.config(devices=world.world, steps=args.steps, folder=args.folder, precision=args.precision)
+    if args.dropout is not None:
+        model = config.model.model_copy(update={"dropout": args.dropout, "attention_dropout": args.dropout})
+        config = config.model_copy(update={"model": model})
+    mode = {"auto": "off" if device_type == "cpu" else "inductor"}.get(args.compile, args.compile)
+    plan = Plan(Layout(dp_replicate=world.world), workload.rows, args.precision, mode)
+    folder = RunFolder(args.folder)
+    if world.rank == 0:
+        folder.create(resume=False)
+        folder.write_config(Resolved(config, {}))
+        plan.save(folder.plan)
+    assert config.model.vocab is not None
+    rows = RandomRows(workload.seq_len, config.model.vocab, workload.targets)
+    with init_world(world, device_type) as ranks:
+        run_on(Job(folder, profile=args.profile), config, plan, RunData(rows, None, "random"), ranks)
+        peak = devices.memory(ranks.device)
+    if world.rank == 0:
+        print(json.dumps(figures(folder.metrics, args.warm, workload.rows * world.world, workload.seq_len, peak)), flush=True)
+
+
+def figures(metrics: Path, warm: int, rows: int, seq_len: int, peak: devices.Memory) -> dict[str, object]:
+    """Median step after `warm` steps, with the split of the same steps."""
+    records = read_metrics(metrics)
+    steady = records[warm:]
+    seconds = statistics.median(record["split"]["wall"] for record in steady)
+    total = sum(record["split"]["wall"] for record in steady)
+    return {
+        "engine": "meshwright",
+        "seconds": seconds,
+        "spread": (max(r["split"]["wall"] for r in steady) - min(r["split"]["wall"] for r in steady)) / seconds,
+        "tokens_per_s": rows * seq_len / seconds,
+        "samples_per_s": rows / seconds,
+        "mfu": statistics.median(record["mfu"] for record in steady),
+        "communication": sum(record["split"]["communication"] for record in steady) / total,
+        "peak_gib": peak.allocated_peak / 2**30,
+        "reserved_gib": peak.reserved_peak / 2**30,
+        "first_loss": records[0]["loss"],
+        "loss": records[-1]["loss"],
+    }
+
+
+if __name__ == "__main__":
+    main()

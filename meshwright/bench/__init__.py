@@ -1,0 +1,1 @@
+"""Speed, measured beside other tools in one run: `python -m meshwright.bench --suite foundation`."""

@@ -13,9 +13,9 @@ def register(app: typer.Typer) -> None:
         run: str = typer.Argument(..., help="Run folder."),
         data: list[str] = typer.Argument(..., help="Files, folders, globs or prepared folders."),
         best: bool = typer.Option(False, "--best", help="The checkpoint with the best held-out loss instead of the newest."),
-        text_key: str = typer.Option(None, help="Default: as in the run."),
-        label_key: str = typer.Option(None, help="Default: as in the run."),
-        encoding: str = typer.Option(None, help="Default: as in the run."),
+        text_key: str | None = typer.Option(None, help="Default: as in the run."),
+        label_key: str | None = typer.Option(None, help="Default: as in the run."),
+        encoding: str | None = typer.Option(None, help="Default: as in the run."),
         micro_batch: int = typer.Option(8, min=1, help="Rows at a time."),
         json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     ) -> int:

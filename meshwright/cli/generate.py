@@ -24,8 +24,6 @@ def register(app: typer.Typer) -> None:
 
         trained = load_trained(model, best=best)
         typer.echo(
-            continue_text(
-                trained, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
-            )
+            continue_text(trained, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
         )
         return 0

@@ -20,22 +20,24 @@ def register(app: typer.Typer) -> None:
     )
     def train(
         context: typer.Context,
-        config: str = typer.Argument(None, help="YAML file of the run. With --resume RUN it may be left out."),
-        nproc: int = typer.Option(None, min=1, help="Ranks on this machine; default: one a device, two on a CPU."),
-        devices: str = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),
-        plan: str = typer.Option(None, help="A plan.json to use instead of the chosen one."),
-        resume: str = typer.Option(None, help="A run folder, or 'latest' for run.dir: go on from its newest whole checkpoint."),
+        config: str | None = typer.Argument(None, help="YAML file of the run. With --resume RUN it may be left out."),
+        nproc: int | None = typer.Option(None, min=1, help="Ranks on this machine; default: one a device, two on a CPU."),
+        devices: str | None = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),
+        plan: str | None = typer.Option(None, help="A plan.json to use instead of the chosen one."),
+        resume: str | None = typer.Option(
+            None, help="A run folder, or 'latest' for run.dir: go on from its newest whole checkpoint."
+        ),
         max_restarts: int = typer.Option(0, min=0, help="Start all ranks again after a failure, this often."),
         nnodes: int = typer.Option(1, min=1, help="Machines; start the same command on each."),
-        rdzv: str = typer.Option(None, help="HOST:PORT where the machines meet."),
+        rdzv: str | None = typer.Option(None, help="HOST:PORT where the machines meet."),
         dry_run: bool = typer.Option(False, "--dry-run", help="Check and prepare everything, print the plan, start nothing."),
-        profile: str = typer.Option(None, help="Trace these steps, e.g. 10:12."),
+        profile: str | None = typer.Option(None, help="Trace these steps, e.g. 10:12."),
     ) -> int:
         """Train a model on every device of this machine. Any setting of the file can be given as --section.key=value."""
         from meshwright.runtime.command import TrainCommand
 
         overrides = _overrides(context.args)
-        if config is not None and config.startswith("-"):
+        if config is not None and config.startswith("-"):  # `train --train.lr=1 --resume RUN`: the first flag is no file
             overrides, config = [config, *overrides], None
         return TrainCommand(
             config=config,

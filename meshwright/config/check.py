@@ -20,15 +20,21 @@ def _data(config: Config) -> list[Finding]:
         weighted = [source.weight is not None for source in sources]
         if any(weighted) and not all(weighted):
             missing = [i for i, w in enumerate(weighted) if not w]
-            findings.append(Finding(f"data.{name}.{missing[0]}.weight", "is missing while other sources carry one", "Give all or none"))
+            findings.append(
+                Finding(f"data.{name}.{missing[0]}.weight", "is missing while other sources carry one", "Give all or none")
+            )
     if not config.data.train:
         findings.append(Finding("data.train", "names no source", "Give a path, or 'embedded'"))
     if config.evaluate.every and not config.data.valid and config.data.valid_fraction == 0:
         findings.append(
-            Finding("evaluate.every", f"is {config.evaluate.every} but nothing is held out", "Set data.valid or data.valid_fraction")
+            Finding(
+                "evaluate.every", f"is {config.evaluate.every} but nothing is held out", "Set data.valid or data.valid_fraction"
+            )
         )
     if config.evaluate.patience and not config.evaluate.every:
-        findings.append(Finding("evaluate.patience", f"is {config.evaluate.patience} but evaluate.every is 0", "Set evaluate.every"))
+        findings.append(
+            Finding("evaluate.patience", f"is {config.evaluate.patience} but evaluate.every is 0", "Set evaluate.every")
+        )
     return findings
 
 
@@ -36,14 +42,22 @@ def _objective(config: Config) -> list[Finding]:
     findings = []
     kind, data = config.objective.kind, config.data
     if kind == "masked_lm" and config.model.arch == "decoder":
-        findings.append(Finding("objective.kind", "masked_lm needs both directions; a decoder sees only the past", "Use model.arch: encoder"))
+        findings.append(
+            Finding(
+                "objective.kind", "masked_lm needs both directions; a decoder sees only the past", "Use model.arch: encoder"
+            )
+        )
     if kind == "masked_lm" and config.objective.mask_fraction == 0:
         findings.append(Finding("objective.mask_fraction", "is 0: nothing would be predicted"))
     if kind == "causal_lm" and config.model.arch == "encoder" and config.objective.response_only:
         findings.append(Finding("objective.response_only", "needs a decoder"))
     if kind == "classify":
-        unlabelled = [i for i, source in enumerate(data.train) if source.label_key is None and source.path.startswith("embedded")]
-        findings += [Finding(f"data.train.{i}.path", "the embedded text has no labels", "Name a labelled corpus") for i in unlabelled]
+        unlabelled = [
+            i for i, source in enumerate(data.train) if source.label_key is None and source.path.startswith("embedded")
+        ]
+        findings += [
+            Finding(f"data.train.{i}.path", "the embedded text has no labels", "Name a labelled corpus") for i in unlabelled
+        ]
     return findings
 
 
@@ -53,7 +67,11 @@ def _batch(config: Config) -> list[Finding]:
     if train.ramp and train.ramp.start > train.batch:
         findings.append(Finding("train.ramp.start", f"{train.ramp.start} is above train.batch {train.batch}"))
     if train.lr_scaling != "none" and train.lr_batch is None:
-        findings.append(Finding("train.lr_batch", f"is needed by lr_scaling {train.lr_scaling}", "Give the global batch that lr was tuned for"))
+        findings.append(
+            Finding(
+                "train.lr_batch", f"is needed by lr_scaling {train.lr_scaling}", "Give the global batch that lr was tuned for"
+            )
+        )
     if train.lr_scaling == "none" and train.lr_batch is not None:
         findings.append(Finding("train.lr_batch", "has no effect while lr_scaling is none", "Set lr_scaling or drop it"))
     if train.micro_batch and train.micro_batch > train.batch:
@@ -73,7 +91,13 @@ def _optimizer(config: Config) -> list[Finding]:
 
 def _precision(config: Config) -> list[Finding]:
     if config.precision != "fp16" and config.loss_scale != type(config.loss_scale)():
-        return [Finding("loss_scale", f"has no effect with precision {config.precision}", "Only fp16 scales the loss; drop the section")]
+        return [
+            Finding(
+                "loss_scale", f"has no effect with precision {config.precision}", "Only fp16 scales the loss; drop the section"
+            )
+        ]
     if config.loss_scale.floor > config.loss_scale.initial:
-        return [Finding("loss_scale.floor", f"{config.loss_scale.floor} is above loss_scale.initial {config.loss_scale.initial}")]
+        return [
+            Finding("loss_scale.floor", f"{config.loss_scale.floor} is above loss_scale.initial {config.loss_scale.initial}")
+        ]
     return []

@@ -62,7 +62,7 @@ def resolve(source: YamlSource, file: str, overrides: Sequence[str] = ()) -> Res
     findings += [Finding(_place(f.where, origin, file), f.what, f.fix) for f in check(config)]
     if findings:
         raise ConfigError(findings=findings)
-    return Resolved(config, {key: place for key, place in origin.items()})
+    return Resolved(config, origin)
 
 
 def json_schema() -> dict[str, Any]:
@@ -174,7 +174,11 @@ def _names_at(path: list[str]) -> list[str]:
     for step in path:
         if step.isdigit():
             continue
-        fields = next(iter(_sections(fields.model_fields[step].annotation)), None) if fields and step in fields.model_fields else None
+        fields = (
+            next(iter(_sections(fields.model_fields[step].annotation)), None)
+            if fields and step in fields.model_fields
+            else None
+        )
     return list(fields.model_fields) if fields else []
 
 

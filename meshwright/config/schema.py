@@ -24,7 +24,9 @@ class RunConfig(Section):
     dir: str = Field("runs/default", description="Run folder: config, plan, metrics, report, logs, checkpoints.")
     seed: Natural = Field(0, description="Seed of weights, data order, dropout and masking.")
     modules: list[str] = Field([], description="Python files to load first; they may register models and objectives.")
-    device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = Field("auto", description="auto: the accelerator torch finds, else cpu.")
+    device: Literal["auto", "cpu", "cuda", "xpu", "npu"] = Field(
+        "auto", description="auto: the accelerator torch finds, else cpu."
+    )
     grace: Positive = Field(30.0, description="Seconds a rank may take to save and end after it was asked to stop.")
     timeout: NonNegative = Field(1800.0, description="Seconds without a step after which a rank ends itself; 0: never.")
 
@@ -88,7 +90,9 @@ class ModelConfig(Section):
 
 
 class Source(Section):
-    path: str = Field(..., description="File, folder or glob; 'embedded' is the text found on this machine; or a prepared folder.")
+    path: str = Field(
+        ..., description="File, folder or glob; 'embedded' is the text found on this machine; or a prepared folder."
+    )
     weight: Positive | None = Field(None, description="Share of the samples in a blend; all sources or none carry one.")
     format: Literal["auto", "txt", "jsonl", "parquet", "csv"] = "auto"
     text_key: str = "text"
@@ -108,7 +112,9 @@ class DataConfig(Section):
     valid_fraction: Fraction = Field(0.01, description="Share of the documents held out when valid is empty.")
     tokenizer: TokenizerConfig = TokenizerConfig()
     seq_len: Count = Field(512, description="Tokens a row.")
-    packing: Literal["stream", "none"] = Field("stream", description="stream: rows are cut from the concatenated documents; none: a document starts a row.")
+    packing: Literal["stream", "none"] = Field(
+        "stream", description="stream: rows are cut from the concatenated documents; none: a document starts a row."
+    )
     document_mask: bool = Field(True, description="Attention stays inside a document of a packed row.")
     on_bad_row: Literal["stop", "skip"] = Field("stop", description="Malformed rows: stop, or skip and count.")
     cache: str | None = Field(None, description="Folder for prepared shards; default: data/ of the run folder.")
@@ -130,7 +136,9 @@ class OptimizerConfig(Section):
     eps: Positive = 1e-8
     momentum: Fraction = Field(0.0, description="sgd only.")
     weight_decay: NonNegative = 0.1
-    no_decay: list[str] = Field(["bias", "norm", "embedding"], description="Parameters whose name has one of these words are not decayed.")
+    no_decay: list[str] = Field(
+        ["bias", "norm", "embedding"], description="Parameters whose name has one of these words are not decayed."
+    )
 
 
 class ScheduleConfig(Section):
@@ -162,8 +170,12 @@ class TrainConfig(Section):
     tokens: Count | None = Field(None, description="Stop after this many tokens.")
     epochs: Positive | None = None
     hours: Positive | None = None
-    tail: Literal["step", "drop"] = Field("step", description="Rows left at the end of an epoch: a smaller step, or dropped and counted.")
-    on_nonfinite: Literal["stop", "skip"] = Field("stop", description="A loss or norm that is not finite (outside fp16's own scaling).")
+    tail: Literal["step", "drop"] = Field(
+        "step", description="Rows left at the end of an epoch: a smaller step, or dropped and counted."
+    )
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="A loss or norm that is not finite (outside fp16's own scaling)."
+    )
     noise_scale: bool = Field(True, description="Measure the gradient noise scale and warn when the batch is far beyond it.")
     sync_check: Natural = Field(0, description="Every N steps compare parameters across replicas; 0: never.")
 
@@ -213,7 +225,9 @@ class Config(Section):
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
     precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
-    compile: Literal["auto", "off", "eager", "inductor"] = Field("auto", description="auto: Inductor on GPUs, off on CPU; eager: aot_eager.")
+    compile: Literal["auto", "off", "eager", "inductor"] = Field(
+        "auto", description="auto: Inductor on GPUs, off on CPU; eager: aot_eager."
+    )
     loss_scale: LossScaleConfig = LossScaleConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

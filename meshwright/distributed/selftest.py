@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -67,7 +68,8 @@ def run_selftest(device_type: str, ranks: int, timeout: float = 60.0) -> SelfTes
         out = Path(folder) / "links.json"
         command = [sys.executable, "-m", __name__, "start", str(ranks), device_type, str(out)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+            env = {**os.environ, "TMPDIR": folder}  # what a launcher that is killed leaves behind goes with the folder
+            done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
         except subprocess.TimeoutExpired:
             what = f"{ranks} ranks did not finish within {timeout:g} s"
             return SelfTest(device_type, ranks, (), time.monotonic() - start, what)

@@ -141,6 +141,11 @@ def _specials(
                     "Make them equal (dropout plays no part outside of training)",
                 )
             )
+    width, heads = values.get("width"), values.get("heads")
+    if isinstance(width, int) and isinstance(heads, int) and heads > 0 and values.get("head_dim") == width / heads:
+        values["head_dim"] = None  # one spelling for one model
+    if "kv_heads" in values and values["kv_heads"] is None:
+        values["kv_heads"] = heads
     if name in _WINDOWED:
         values["sliding_window"] = _window(raw, where, values.get("layers"), findings)
     if name == "roberta":
@@ -209,7 +214,7 @@ def to_hf(
         against[name] = _differences(config, back.config, task)
         if not against[name]:
             return raw, HfConfig(name, task, back.config, kept or {}, tuple(_training_notes(config, back.config, name)))
-    nearest = sorted(against, key=lambda name: len(against[name]))[:3]
+    nearest = sorted(against, key=lambda name: (task not in FAMILIES[name].tasks, len(against[name])))[:3]
     raise ConfigError(
         "no Hugging Face family computes this model",
         [Finding(name, "; ".join(against[name])) for name in nearest],

@@ -79,10 +79,11 @@ def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
     ]
     if layout.zero:
         findings.append(Finding("layout.zero", f"{layout.zero}, but ZeRO is not available", "Use zero: 0"))
+    named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
-    if not findings and ranks != layout.world:
-        findings.append(
-            Finding("layout", f"is for {layout.world} ranks, the mesh has {ranks}", "Make the mesh from the layout")
-        )
+    wrong = [key for key, size in layout.axes if named.get(key, 1) != size]
+    if not findings and (wrong or ranks != layout.world):
+        what = f"is for {layout.world} ranks as {dict(layout.axes)}, the mesh has {ranks} as {named}"
+        findings.append(Finding("layout", what, "Make the mesh from the layout"))
     if findings:
         raise LayoutError(findings=findings)

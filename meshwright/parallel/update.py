@@ -21,7 +21,8 @@ class FlatOptimizer:
     """AdamW (decoupled decay, arXiv:1711.05101) or SGD with momentum, and optionally an average of the weights.
 
     Decay applies to the groups that are decayed. ema: decay of the average, 0 for none; it starts from the weights and
-    after each update becomes ema * average + (1 - ema) * weights. Moments and average have the dtype of the masters.
+    after each update becomes ema * average + (1 - ema) * weights (one more pass, r8 + w4 bytes a parameter in fp32).
+    Moments and average have the dtype of the masters.
     """
 
     def __init__(self, config: OptimizerConfig, parameters: FlatParameters, ema: float = 0.0):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from meshwright.config.load import Resolved, load_config
 from meshwright.errors import ConfigError, Finding
@@ -112,7 +110,9 @@ class TrainCommand:
         device_type = _device_type(resolved)
         resume = self._is_resume(folder) or world.restart > 0
         if world.rank == 0:
-            total = devices.memory_total(devices.rank_device(device_type, world.local_rank))[1] if device_type != "cpu" else None
+            total = (
+                devices.memory_total(devices.rank_device(device_type, world.local_rank))[1] if device_type != "cpu" else None
+            )
             plan = Plan.load(self.plan) if self.plan else None
             ready = set_up(
                 resolved, Target(world.world, device_type, total), folder, plan=plan, resume=resume, write=True, say=_say

@@ -33,11 +33,17 @@ class Corpus:
         try:
             values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise DataError(findings=[Finding(str(folder / _NAME), f"cannot be read: {error}", "Prepare the run again")]) from None
+            raise DataError(
+                findings=[Finding(str(folder / _NAME), f"cannot be read: {error}", "Prepare the run again")]
+            ) from None
         return cls(tuple(map(Path, values["train"])), tuple(map(Path, values["valid"])), Path(values["tokenizer"]))
 
     def save(self, folder: Path) -> None:
-        values = {"train": list(map(str, self.train)), "valid": list(map(str, self.valid)), "tokenizer": str(self.tokenizer_path)}
+        values = {
+            "train": list(map(str, self.train)),
+            "valid": list(map(str, self.valid)),
+            "tokenizer": str(self.tokenizer_path),
+        }
         (folder / _NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     def tokenizer(self) -> Tokenizer:
@@ -50,8 +56,9 @@ class Corpus:
         from meshwright.data.dataset import build_datasets
         from meshwright.data.shards import TokenStore
 
-        stores = [[TokenStore.open(path) for path in paths] for paths in (self.train, self.valid)]
-        return build_datasets(config, *stores, tokenizer, task)
+        train = [TokenStore.open(path) for path in self.train]
+        valid = [TokenStore.open(path) for path in self.valid]
+        return build_datasets(config, train, valid, tokenizer, task)
 
     def label_names(self) -> tuple[str, ...]:
         """Names of the classes of the training corpora, in the order of their numbers; empty without labels."""

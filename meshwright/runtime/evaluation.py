@@ -31,7 +31,9 @@ def evaluate_run(
     trained = load_trained(run, best=best, device=device)
     config = trained.config
     if config is None:
-        raise CheckpointError(findings=[Finding(str(run), "is no run folder: it does not say how its data is read", "Name a run")])
+        raise CheckpointError(
+            findings=[Finding(str(run), "is no run folder: it does not say how its data is read", "Name a run")]
+        )
     template = config.data.train[0].model_copy(update={"weight": None, "format": "auto", **(keys or {})})
     sources = [Source(**{**template.model_dump(), "path": path}) for path in data]
     objective = make_objective(config.objective, config.model.classes or 0)

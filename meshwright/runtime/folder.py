@@ -56,7 +56,9 @@ class RunFolder:
         try:
             if resume:
                 if not self.config.is_file():
-                    raise DeviceError(findings=[Finding(str(self.path), "is no run folder: it has no config.yaml", "Name a run")])
+                    raise DeviceError(
+                        findings=[Finding(str(self.path), "is no run folder: it has no config.yaml", "Name a run")]
+                    )
             elif self.path.exists() and (found := self._content()):
                 raise DeviceError(
                     findings=[
@@ -72,7 +74,9 @@ class RunFolder:
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(13, "Permission denied")
         except (PermissionError, NotADirectoryError, FileExistsError, OSError) as error:
-            raise DeviceError(findings=[Finding(str(self.path), f"cannot be used: {error.strerror}", "Choose another --run.dir")]) from None
+            raise DeviceError(
+                findings=[Finding(str(self.path), f"cannot be used: {error.strerror}", "Choose another --run.dir")]
+            ) from None
 
     def _content(self) -> str:
         if not self.path.is_dir():
@@ -83,7 +87,7 @@ class RunFolder:
     def write_config(self, resolved: Resolved) -> None:
         """The resolved values as YAML, each with where it came from as a comment."""
         lines = ["# Every value of this run and where it came from."]
-        _emit(resolved.config.model_dump(mode="json"), "", 0, dict((key, place) for key, _, place in resolved.table()), lines)
+        _emit(resolved.config.model_dump(mode="json"), "", 0, {key: place for key, _, place in resolved.table()}, lines)
         _replace(self.config, "\n".join(lines) + "\n")
 
     def read_config(self) -> Resolved:
@@ -117,4 +121,6 @@ def _replace(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
         os.replace(aside, path)
     except OSError as error:
-        raise UserError(findings=[Finding(str(path), f"cannot be written: {error.strerror}", "Free space or choose another folder")]) from None
+        raise UserError(
+            findings=[Finding(str(path), f"cannot be written: {error.strerror}", "Free space or choose another folder")]
+        ) from None

@@ -40,14 +40,21 @@ class Ready:
 
 
 def set_up(
-    resolved: Resolved, target: Target, folder: RunFolder, *, plan: Plan | None, resume: bool, write: bool, say: Callable[[str], None]
+    resolved: Resolved,
+    target: Target,
+    folder: RunFolder,
+    *,
+    plan: Plan | None,
+    resume: bool,
+    write: bool,
+    say: Callable[[str], None],
 ) -> Ready:
     """Check and prepare a run, and write its folder unless `write` is False (a dry run, which prepares only the data).
 
     Raises ConfigError, DataError, LayoutError, DeviceError before anything of the run is written.
     """
     task = make_objective(resolved.config.objective, 2).task
-    early = [f for f in model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len)]
+    early = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
     if early:
         raise ConfigError(findings=early)
     folder.create(resume=resume)

@@ -44,8 +44,8 @@ def load_trained(
     """
     folder = RunFolder(path)
     if not folder.config.is_file():
-        model, config, task = load_model(path, device, dtype)
-        return Trained(model.eval(), config, task, Tokenizer.load(path), None, Path(path))
+        model, model_config, task = load_model(path, device, dtype)
+        return Trained(model.eval(), model_config, task, Tokenizer.load(path), None, Path(path))
     config = folder.read_config().config
     load_modules(config.run.modules)
     task = make_objective(config.objective, config.model.classes or 0).task

@@ -38,6 +38,7 @@ from meshwright.parallel.apply import parallelize
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
+from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 from meshwright.train.context import Context
 from meshwright.train.figures import Figures
@@ -104,11 +105,13 @@ def build_context(
     objective = make_objective(config.objective, config.model.classes or 0)
 
     model = build(config.model, objective.task)
+    table = getattr(model, "table", None)
+    assert isinstance(table, Table), "build gives every model one"
     engine = parallelize(
         model,
         plan=plan,
         mesh=mesh,
-        table=model.table,
+        table=table,
         optimizer=config.train.optimizer,
         device=ranks.device,
         loss_scale=config.loss_scale,
@@ -168,9 +171,7 @@ def build_context(
         clock=StepClock(ranks.device),
         recorder=recorder,
         progress=progress,
-        profile=Profile(
-            job.profile, job.folder.path / "profile", rank=ranks.rank, device=ranks.device, total=budget.steps
-        ),
+        profile=Profile(job.profile, job.folder.path / "profile", rank=ranks.rank, device=ranks.device, total=budget.steps),
         stop=stop,
         watchdog=Watchdog(grace=config.run.grace, timeout=config.run.timeout, stop=stop),
         budget=budget,
@@ -228,7 +229,12 @@ def _identity(config: Config, rows: RunData) -> dict:
         "model": config.model.model_dump(mode="json"),
         "run": {"seed": config.run.seed},
         "objective": config.objective.model_dump(mode="json"),
-        "data": {"rows": rows.train.rows, "seq_len": data.seq_len, "packing": data.packing, "document_mask": data.document_mask},
+        "data": {
+            "rows": rows.train.rows,
+            "seq_len": data.seq_len,
+            "packing": data.packing,
+            "document_mask": data.document_mask,
+        },
         "tokenizer": rows.tokenizer,
         "optimizer": config.train.optimizer.kind,
         "precision": "fp64" if config.precision == "fp64" else "fp32 masters",

@@ -49,7 +49,13 @@ class Layout:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         """Name and size of every mesh axis, outermost first; sizes of 1 included so that names always exist."""
-        return (("pp", self.pp), ("dp_replicate", self.dp_replicate), ("dp_shard", self.dp_shard), ("cp", self.cp), ("tp", self.tp))
+        return (
+            ("pp", self.pp),
+            ("dp_replicate", self.dp_replicate),
+            ("dp_shard", self.dp_shard),
+            ("cp", self.cp),
+            ("tp", self.tp),
+        )
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)

@@ -67,7 +67,9 @@ class Plan:
             raise LayoutError(findings=[Finding(where, "a plan is a JSON object with a layout object inside")])
         unknown = [k for k in data if k not in known] + [f"layout.{k}" for k in layout if k not in layout_known]
         if unknown:
-            raise LayoutError(findings=[Finding(where, f"unknown key {k!r}", f"Known: {', '.join(sorted(known))}") for k in unknown])
+            raise LayoutError(
+                findings=[Finding(where, f"unknown key {k!r}", f"Known: {', '.join(sorted(known))}") for k in unknown]
+            )
         return cls(**{**data, "layout": Layout(**layout)})
 
     @classmethod

@@ -13,9 +13,7 @@ from meshwright.train.objectives import Objective
 __all__ = ["evaluate"]
 
 
-def evaluate(
-    engine: Engine, objective: Objective, loader: Loader, *, rows: int, device: torch.device
-) -> dict[str, float]:
+def evaluate(engine: Engine, objective: Objective, loader: Loader, *, rows: int, device: torch.device) -> dict[str, float]:
     """Figures of the held-out rows (see `Objective.figures`), with the averaged weights where there are any.
 
     rows: how many of them, 0 for all. Every data rank must call it. Sums are fp64 and added over the data ranks; padded rows
@@ -29,9 +27,7 @@ def evaluate(
 
 
 @torch.no_grad()
-def sum_batches(
-    model: nn.Module, objective: Objective, loader: Loader, *, rows: int, device: torch.device
-) -> torch.Tensor:
+def sum_batches(model: nn.Module, objective: Objective, loader: Loader, *, rows: int, device: torch.device) -> torch.Tensor:
     """`Objective.evaluate` summed over this rank's batches, with the model in evaluation mode meanwhile."""
     was_training = model.training
     model.eval()

@@ -23,7 +23,9 @@ class Figures:
     """peak: rate of one device behind MFU. world: devices of the run. parts: into how many equal shares of rows the gradient
     noise is measured (data ranks, or micro-steps of a single rank); below two it cannot be."""
 
-    def __init__(self, model: ModelConfig, task: str, *, peak: Peak, world: int, parts: int, device: torch.device, noise: NoiseScale):
+    def __init__(
+        self, model: ModelConfig, task: str, *, peak: Peak, world: int, parts: int, device: torch.device, noise: NoiseScale
+    ):
         self.peak = peak
         self.noise = noise
         self._model, self._task, self._world, self._parts, self._device = model, task, world, parts, device

@@ -72,7 +72,7 @@ def train(run: Context) -> Outcome:
         if config.checkpoint.final:
             save(run)
         run.store.wait()
-    steps.close()
+    run.train_loader.close()
     return Outcome(reason, finished, figures)
 
 

@@ -66,7 +66,9 @@ def refuse_other_run(now: dict[str, Any], then: dict[str, Any], path: Path) -> N
         if before.get(key) != after.get(key)
     ]
     if findings:
-        findings.append(Finding("", "This checkpoint belongs to another run", "Start anew in another --run.dir, or undo the change"))
+        findings.append(
+            Finding("", "This checkpoint belongs to another run", "Start anew in another --run.dir, or undo the change")
+        )
         raise CheckpointError(findings=findings)
 
 

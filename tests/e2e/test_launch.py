@@ -47,6 +47,7 @@ class Launched:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            env={**os.environ, "TMPDIR": str(logs.parent)},
         )
 
     def wait_for(self, rank: int, text: str, timeout: float = 40.0) -> None:

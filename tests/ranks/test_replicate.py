@@ -10,11 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.config.schema import OptimizerConfig
+from meshwright.errors import LayoutError
+from meshwright.parallel.apply import parallelize
 from meshwright.parallel.engine import Axes, Engine
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.update import FlatOptimizer
-from tests.ranks.replicas import ROWS, Job, Outcome, oracle, train
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from tests.ranks.pool import mesh
+from tests.ranks.replicas import ROWS, Job, Outcome, make_model, oracle, train
 
 TOLERANCE = 1e-11
 
@@ -272,3 +277,24 @@ def test_uneven_targets_weigh_by_token_not_by_micro_batch(ranks):
     for loss, gradient in [uneven(True), *ranks(2).run(uneven, False)]:
         assert loss == 1.75
         assert torch.equal(gradient, torch.full((4,), 0.5, dtype=torch.float64))  # 2 * score / score / 4 targets
+
+
+def refused_mesh(names: tuple[str, str]) -> str:
+    try:
+        parallelize(
+            make_model(),
+            plan=Plan(layout=Layout(dp_replicate=2)),
+            mesh=mesh((2, 1), names),
+            table=None,
+            optimizer=OptimizerConfig(),
+            device=torch.device("cpu"),
+        )
+    except LayoutError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mesh_without_the_axis_of_the_layout_is_refused(ranks):
+    # Red when only the number of ranks is compared: no gradient would be reduced.
+    for names in (("replicas", "dp_shard"), ("dp_shard", "dp_replicate")):
+        assert all("the mesh has 2 as" in text for text in ranks(2).run(refused_mesh, names))

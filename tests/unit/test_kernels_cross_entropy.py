@@ -95,7 +95,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
             assert (grad.double() - leaf.grad).abs().max() < 1.5 * steps * leaf.grad.abs().max()
 
 
-# The gradient is scaled by 1 / targets in fp32. Mutation: a 0-d factor is rounded to bf16 first, 0.2% of everything: red.
+# The gradient is scaled by 1 / targets in fp32. Mutation: the factor is rounded to bf16 first, 0.2% of everything: red.
 def test_upstream_factor_is_not_rounded() -> None:
     hidden, weight, bias, labels = _case(torch.bfloat16)
     total, _, _ = linear_cross_entropy(hidden, weight, bias, labels, chunk=N)

@@ -260,7 +260,7 @@ def test_compiled_blocks_equal_eager_bitwise(name):
     model = make(name, dtype=torch.float32, layers=4, dropout=0.2, attention_dropout=0.1 if name == "bert" else 0.0)
     compiled = copy.deepcopy(model)
     for layer in compiled.layers:
-        layer.compile(backend="aot_eager")
+        layer.compile(backend="aot_eager", fullgraph=True, dynamic=False)
     row = pack([tokens(1, n, seed=n)[0] for n in (5, 6)], 16)
     ids = row.pop("tokens")
     keys = position_keys(5, torch.arange(1), torch.arange(16)[None])
@@ -280,6 +280,36 @@ def test_compiled_blocks_equal_eager_bitwise(name):
         results = run(compiled)
     assert all(torch.equal(a, b) for a, b in zip(results, run(model), strict=True))
     torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_blocks_on_an_accelerator(name, packed):
+    if not torch.accelerator.is_available():
+        pytest.skip("no accelerator")
+    device = torch.accelerator.current_accelerator()
+    oracle = make(name, dtype=torch.bfloat16, init_std=0.1, attention_dropout=0.0)
+    model = copy.deepcopy(oracle).to(device)
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    row = pack([tokens(1, n, seed=n)[0] for n in (5, 9, 17)], 32)
+    ids = row.pop("tokens").repeat(2, 1)
+    row = {key: value.repeat(2, 1) for key, value in row.items()} if packed else {}
+    keys = position_keys(5, torch.arange(2), torch.arange(32)[None].expand(2, 32))
+    exact = copy.deepcopy(oracle).double()
+    expected = exact(ids, labels=ids, dropout_key=keys, **row).loss_sum
+    expected.backward()
+    if packed:
+        row["cu_seqlens"] = torch.tensor([0, 5, 14, 31, 32, 37, 46, 63, 64], dtype=torch.int32)
+    on_device = {key: value.to(device) for key, value in row.items()}
+    got = model(ids.to(device), labels=ids.to(device), dropout_key=keys.to(device), **on_device).loss_sum
+    got.backward()
+    assert got.item() == pytest.approx(expected.item(), rel=5e-3)
+    for (parameter_name, parameter), reference in zip(model.named_parameters(), exact.parameters(), strict=True):
+        error = (parameter.grad.cpu().double() - reference.grad).norm() / reference.grad.norm().clamp(min=1e-3)
+        assert error < 0.08, parameter_name
 
 
 def test_tied_head_is_one_parameter_with_both_gradients():

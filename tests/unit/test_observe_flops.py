@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from meshwright.config.schema import ModelConfig
+from meshwright.observe.clock import IDLE, PARTS
 from meshwright.observe.flops import (
     MatmulWeights,
     Peak,
@@ -19,6 +21,8 @@ from meshwright.observe.flops import (
     peak_rate,
     training_flops,
 )
+from meshwright.observe.metrics import REQUIRED
+from meshwright.observe.resources import memory_now
 from meshwright.spec.counts import parameter_groups
 
 LLAMA_1B = ModelConfig(
@@ -124,3 +128,29 @@ def test_the_peak_says_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_measured_rate_is_of_the_right_size() -> None:
     small = measure_matmul("cpu", "fp32", size=256, seconds=0.02).rate
     assert 1e8 < small < 1e13  # one thread of a CPU: between a tenth of a GFLOP/s and ten TFLOP/s
+
+
+def test_the_example_in_the_documentation_is_right() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    weights = matmul_weights(LLAMA_1B)
+    total = flops_per_token(LLAMA_1B, 4096)
+    for number in (weights.blocks // 16, weights.blocks + weights.head, 6 * (weights.blocks + weights.head), int(total)):
+        assert f"{number:,}" in text, number
+    assert f"MFU of {mfu(59_300 * total, 1.0, peak_rate('cpu', 'bf16', 'NVIDIA H200').rate):.1%}" in text
+
+
+def test_the_documentation_has_every_name() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    for name in (
+        *REQUIRED,
+        *PARTS,
+        IDLE,
+        "wall",
+        "process",
+        "nonfinite",
+        "mfu",
+        "samples_per_s",
+        "noise_scale",
+        *memory_now("cpu"),
+    ):
+        assert f"`{name}`" in text, name

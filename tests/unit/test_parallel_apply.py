@@ -31,7 +31,7 @@ def apply(layout: Layout, mesh=None):
         (Layout(dp_shard=2, zero=3), ["layout.dp_shard: 2", "layout.zero: 3"]),
         (Layout(zero=1), ["layout.zero: 1, but ZeRO is not available"]),
         (Layout(ep=2), ["layout.ep: 2"]),
-        (Layout(dp_replicate=2), ["2 ranks, the mesh has 1"]),
+        (Layout(dp_replicate=2), ["is for 2 ranks", "the mesh has 1"]),
     ],
 )
 def test_a_layout_that_is_not_there_is_refused_with_every_reason(layout, words):

@@ -1,0 +1,106 @@
+"""What the peers share: their command line, the workload's rows as torch's data loader takes them, the line they print."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from meshwright.bench.synthetic import RandomRows
+from meshwright.bench.workloads import WORKLOADS, Workload
+from meshwright.config.schema import ModelConfig
+from meshwright.data.batch import IGNORE
+from meshwright.distributed import device as devices
+
+__all__ = ["Job", "TorchRows", "parse", "report", "skip", "small"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One measurement of a peer: what to run, for how many steps, and this process's place among the ranks."""
+
+    workload: Workload
+    steps: int
+    warm: int
+    flags: argparse.Namespace
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.workload.config(devices=1, steps=1, folder="unused").model
+
+    @property
+    def vocab(self) -> int:
+        return self.workload.model["vocab"]
+
+
+def parse(description: str | None, workloads: tuple[str, ...], *flags: str) -> Job:
+    """The command line and the environment that torchrun gives; `flags` are switches of this peer."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=workloads)
+    parser.add_argument("--steps", type=int, default=30, help="all steps, those of the warm-up too")
+    parser.add_argument("--warm", type=int, default=10, help="steps that are not counted")
+    parser.add_argument("--smoke", action="store_true", help="tiny numbers in place of the workload's, to try the script")
+    for flag in flags:
+        parser.add_argument(flag, action="store_true")
+    args = parser.parse_args()
+    if not 0 < args.warm < args.steps:
+        parser.error(f"--warm {args.warm} leaves no step of --steps {args.steps}; give 0 < warm < steps")
+    workload = WORKLOADS[args.workload]
+    place = [int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))]
+    device = devices.rank_device(devices.pick(), place[1])
+    return Job(small(workload) if args.smoke else workload, args.steps, args.warm, args, *place, device)
+
+
+def small(workload: Workload) -> Workload:
+    """The same kind of model and rows with tiny numbers."""
+    numbers: dict[str, Any] = {"layers": 2, "width": 64, "heads": 4, "ffn": 256, "vocab": 512, "max_len": 64}
+    if "kv_heads" in workload.model:
+        numbers["kv_heads"] = 2
+    return replace(workload, model={**workload.model, **numbers}, rows=4, seq_len=64)
+
+
+class TorchRows(Dataset[dict[str, torch.Tensor]]):
+    """Rows of the workload as int64 [S]: `input_ids`, and `labels` with -100 where nothing is predicted.
+
+    shifted: labels are the next tokens; otherwise, for causal rows, the tokens themselves, which the model shifts.
+    """
+
+    def __init__(self, workload: Workload, rows: int, *, shifted: bool = True):
+        self._rows = RandomRows(workload.seq_len, workload.model["vocab"], workload.targets)
+        self._count = rows
+        self._own = workload.targets == "causal" and not shifted
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = self._rows.row(index)
+        tokens, labels = torch.from_numpy(row.tokens.copy()), torch.from_numpy(row.labels.copy())
+        if self._own:
+            labels = tokens.clone()
+        elif row.select is not None:
+            every = torch.full_like(tokens, IGNORE)
+            chosen = labels != IGNORE
+            every[torch.from_numpy(row.select)[chosen]] = labels[chosen]
+            labels = every
+        return {"input_ids": tokens, "labels": labels}
+
+
+def report(job: Job, record: dict[str, Any]) -> None:
+    """The result, as the last line of rank 0."""
+    if job.rank == 0:
+        print(json.dumps(record), flush=True)
+
+
+def skip(job: Job, engine: str, reason: str) -> None:
+    """No result, and why; the process then ends without an error."""
+    report(job, {"engine": engine, "skipped": reason})

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.checkpoint.manifest import ITEM_BYTES, Box, first_overlap
+from meshwright.checkpoint.manifest import ITEM_BYTES, first_overlap
+from meshwright.distributed.piece import Piece
 from meshwright.errors import Finding
+from meshwright.spec.box import Box
 
 __all__ = ["DTYPES", "Geometry", "Piece", "Share", "SharePlan", "flat_pieces", "geometry", "share"]
 
@@ -34,25 +36,6 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """Torch dtype -> its name in a safetensors file."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The block of the logical tensor `name` (global `shape`) that starts at `offset` and lies in `tensor` on this rank.
-
-    A tensor that every rank holds whole is passed whole by every rank. `owner=False` says that this rank's copy must not
-    be the one that is written (it is still filled by a load).
-    """
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    owner: bool = True
-
-    @property
-    def box(self) -> Box:
-        return Box(tuple(self.offset), tuple(self.tensor.shape))
 
 
 def flat_pieces(name: str, flat: torch.Tensor, shape: Sequence[int], start: int, *, owner: bool = True) -> list[Piece]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from typing import Any
 
 __all__ = ["main"]
 
@@ -50,25 +51,26 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, args: list[str]) -> int:
-    import click
     import typer
 
     from meshwright.errors import MeshwrightError
 
+    # newer typer carries a click of its own, so the class is found by way of one that typer shows
+    usage_error: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     try:
         importlib.import_module(f"meshwright.cli.{name}").register(app)
         result = typer.main.get_command(app)(args=args, prog_name=f"meshwright {name}", standalone_mode=False)
         return int(result or 0)
-    except click.exceptions.Exit as error:
+    except typer.Exit as error:
         return error.exit_code
-    except click.ClickException as error:
+    except usage_error as error:
         error.show()
         return 2
     except MeshwrightError as error:
         print(f"meshwright {name}: {error}", file=sys.stderr)
         return error.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, typer.Abort):
         print(f"meshwright {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:

@@ -24,7 +24,8 @@ KINDS = ("topics", "manual", "sayings")
 
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "pydoc_data"}
 
-DEBIAN_LISTS = Path("/var/lib/dpkg/info")
+ROOT = Path("/")
+DEBIAN_LISTS = ROOT / "var/lib/dpkg/info"
 DEBIAN_PACKAGES = (("manpages-zh",), ("fortunes-zh", "fortune-zh"), ("debian-reference-zh-cn",))
 """Each under the names that releases of Debian gave it."""
 
@@ -75,7 +76,7 @@ def _chinese_files() -> tuple[list[tuple[Path, str]], list[Finding]]:
 
 def _of_package(listed: list[str]) -> Iterator[tuple[Path, str]]:
     for name in sorted(listed):
-        path = Path(name)
+        path = ROOT / name.lstrip("/")
         if name.startswith("/usr/share/man/zh_CN/") and name.endswith(".gz"):
             kind = "manual"
         elif name.startswith("/usr/share/games/fortunes/") and not path.suffix:

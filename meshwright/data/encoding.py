@@ -1,14 +1,15 @@
 """Which bytes are text, in which encoding, and where they are not.
 
 UTF-8 unless told otherwise; never a guess in the middle of a file, never a replacement character. `auto` decides once for
-a whole file: UTF-8 when all of it is, else GB 18030 (of which GBK is a part) when all of it is, else an error.
+a whole file: UTF-8 when all of it is, else GB 18030 (of which GBK is a part) when all of it is and no line of it is UTF-8, else
+an error.
 Nothing here depends on the locale.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from meshwright.errors import DataError, Finding
 
@@ -22,6 +23,8 @@ OTHER_MARKS = (
     (b"\xff\xfe", "UTF-16"),
     (b"\xfe\xff", "UTF-16"),
 )
+LONG_LINE = 1 << 22
+NAME_IT = "If it has one encoding, name it, e.g. encoding: gbk or big5"
 OFFER = "If the file is GBK, set encoding: gbk; encoding: auto decides for each file"
 
 
@@ -70,35 +73,69 @@ def _refused(where: str, what: str) -> DataError:
     return DataError(findings=[Finding(where, what, "Convert the file to UTF-8 first")])
 
 
-def decide(blocks: Iterable[bytes], where: str) -> str:
-    """ "utf-8" or "gb18030", for a whole file. Raises DataError with the first bad byte when it is neither."""
-    decoders = {name: codecs.getincrementaldecoder(name)("strict") for name in ("utf-8", "gb18030")}
-    first_bad = None
-    offset = line = 0
+def decide(read: Callable[[], Iterable[bytes]], where: str) -> str:
+    """The encoding of a whole file, "utf-8" or "gb18030".
+
+    read: gives the file's bytes in blocks, from the start, each time it is called. Raises DataError with the first byte that
+    is not UTF-8 when the file is neither, or when other lines of it are UTF-8: bytes of UTF-8 often pass for GBK.
+    """
+    bad = _first_bad(read(), "utf-8")
+    if bad is None:
+        return "utf-8"
+    line, at = bad
+    what = f"the first byte that is not UTF-8 is at byte offset {at} of the file"
+    if _first_bad(read(), "gb18030") is not None:
+        raise DataError(findings=[Finding(f"{where}, line {line}", f"neither UTF-8 nor GB 18030: {what}", NAME_IT)])
+    other = _utf8_line(read())
+    if other is not None:
+        raise DataError(findings=[Finding(f"{where}, line {line}", f"mixed: {what}, but line {other} is UTF-8", NAME_IT)])
+    return "gb18030"
+
+
+def _first_bad(blocks: Iterable[bytes], name: str) -> tuple[int, int] | None:
+    """(line, offset in the file) of the first byte that is not text in this encoding."""
+    decoder = codecs.getincrementaldecoder(name)("strict")
+    offset, line = 0, 1
     for block in blocks:
-        for name in list(decoders):
-            try:
-                decoders[name].decode(block)
-            except UnicodeDecodeError as error:
-                # the decoder keeps the start of a character that the blocks cut; positions count from there
-                if name == "utf-8":
-                    at = max(0, error.start - (len(error.object) - len(block)))
-                    first_bad = (line + block.count(b"\n", 0, at) + 1, offset + at)
-                del decoders[name]
-        if not decoders:
-            break
+        try:
+            decoder.decode(block)
+        except UnicodeDecodeError as error:
+            # positions count from the start of a character that the blocks cut, which may lie in the block before
+            at = error.start - (len(error.object) - len(block))
+            return line + block.count(b"\n", 0, max(0, at)), offset + at
         offset += len(block)
         line += block.count(b"\n")
-    for name, decoder in decoders.items():
-        try:
-            decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
-            first_bad = first_bad or (line + 1, offset)
-            continue
-        return name
-    at_line, at = first_bad or (1, 0)
-    what = f"neither UTF-8 nor GB 18030; the first byte that is not UTF-8 is at byte offset {at} of the file"
-    raise DataError(findings=[Finding(f"{where}, line {at_line}", what, "Name its encoding, e.g. encoding: big5")])
+    pending = len(decoder.getstate()[0])
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return line, offset - pending
+    return None
+
+
+def _utf8_line(blocks: Iterable[bytes]) -> int | None:
+    """The first line that is surely UTF-8: it has at least four characters of three bytes. By chance a line of GBK is valid
+    UTF-8 with that many about once in 10^9."""
+    line = 1
+    rest = b""
+    for block in blocks:
+        *lines, rest = (rest + block).split(b"\n")
+        for number, data in enumerate(lines, start=line):
+            if _surely_utf8(data):
+                return number
+        line += len(lines)
+        if len(rest) > LONG_LINE:
+            rest = b""  # a line that long is not looked at as a whole
+    return line if _surely_utf8(rest) else None
+
+
+def _surely_utf8(data: bytes) -> bool:
+    if data.isascii():
+        return False
+    try:
+        return sum(character >= "\u0800" for character in data.decode("utf-8")) >= 4
+    except UnicodeDecodeError:
+        return False
 
 
 def bad_byte(byte: int, name: str, in_line: int | None, in_file: int) -> str:

@@ -33,7 +33,7 @@ class Piece:
     """Consecutive bytes of one file, cut so that they can be parsed alone.
 
     kind    "lines": JSONL, whole lines · "text": a plain document or a part of one · "rows": JSON list of rows read
-            elsewhere, each [number, text, label, prompt, response], or [number, what is wrong]
+            elsewhere, each [number, text, label, prompt, response], or [number, what is wrong, what to do (may be left out)]
     file    its name in messages
     unit    "line" or "row": what `line` counts, from 1
     offset  byte offset of the data in the (decompressed) file
@@ -95,8 +95,8 @@ def parse(piece: Piece, keys: Keys) -> Iterator[Document | BadRow]:
         yield _text(piece)
     else:
         for number, *values in json.loads(piece.data):
-            if len(values) == 1:
-                yield BadRow(piece.file, piece.unit, number, values[0])
+            if len(values) < 4:
+                yield BadRow(piece.file, piece.unit, number, *values)
             else:
                 yield _document(piece, number, keys, *values)
 

@@ -83,7 +83,7 @@ def pieces(entry: Entry, source: Source, meter: Meter | None = None) -> Iterator
 
 def _codec(entry: Entry, source: Source) -> str:
     if source.encoding == encoding.AUTO:
-        return encoding.decide(blocks(entry.path), entry.name)
+        return encoding.decide(lambda: blocks(entry.path), entry.name)
     return "utf-8" if encoding.is_utf8(source.encoding) else source.encoding
 
 

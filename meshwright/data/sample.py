@@ -49,7 +49,7 @@ def sample_texts(sources: Sequence[Source], sample_bytes: int, on_bad_row: str =
     files = sum(map(len, found))
     # sizes are those on disk; packed text gives more, so the sum is bounded as well
     share = min(1.0, sample_bytes / max(1, total))
-    stride = 1 if share == 1.0 else max(1, files * LEAST_SHARE // sample_bytes)
+    stride = 1 if share == 1.0 else max(1, min(files * LEAST_SHARE // sample_bytes, int(1 / share)))
     left = sample_bytes
     number = 0
     for source, entries in zip(sources, found, strict=True):

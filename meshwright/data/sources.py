@@ -94,7 +94,8 @@ def _paths(pattern: str) -> tuple[list[Path], list[Finding]]:
     if path.is_file():
         return [path], []
     if path.is_dir():
-        return list(_walk(path)), []
+        inside = list(_walk(path))
+        return inside, [] if inside else [Finding(pattern, "the folder has no files")]
     if path.exists():
         return [], [Finding(pattern, "neither a file nor a folder")]
     if not glob.has_magic(pattern):
@@ -105,7 +106,12 @@ def _paths(pattern: str) -> tuple[list[Path], list[Finding]]:
     if not matches:
         return [], [Finding(pattern, "no file matches this pattern")]
     found = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
-    return list(dict.fromkeys(found)), []
+    # links to folders can make a pattern find a file under many names; the shortest stands for it
+    places: dict[tuple[str, str], Path] = {}
+    for file in sorted(found, key=lambda file: len(file.parts)):
+        places.setdefault((os.path.realpath(file.parent), file.name), file)
+    chosen = set(places.values())
+    return [file for file in dict.fromkeys(found) if file in chosen], []
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -111,24 +111,25 @@ def _csv_rows(lines: _Lines, file: str, keys: Keys) -> Iterator[list[Any]]:
     columns: list[int | None] = []
     while True:
         number = reader.line_num + 1
-        problem = None
+        problem: list[str] = []
         row: list[str] = []
         try:
             row = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            problem = f"not valid CSV: {error}"
-        problem, lines.bad = lines.bad or problem, None
+            problem = [f"not valid CSV: {error}"]
+        if lines.bad is not None:
+            problem, lines.bad = [lines.bad, encoding.OFFER], None
         if not problem and not row:
             continue  # a blank line
         if header is None:
             if problem:
-                raise DataError(findings=[Finding(f"{file}, line {number}", problem, encoding.OFFER)])
+                raise DataError(findings=[Finding(f"{file}, line {number}", *problem)])
             header = row
             columns = [None if name is None else header.index(name) for name in choose(header, keys, file, "column")]
         elif problem:
-            yield [number, problem]
+            yield [number, *problem]
         elif len(row) != len(header):
             yield [number, f"{len(row)} fields, but the header has {len(header)}"]
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import chain
@@ -24,6 +25,8 @@ PIECE = 1 << 15
 
 GROUP = 1 << 19
 """Characters that a library is given at a time: more is slower, for its results no longer fit the caches."""
+
+WORD_END = re.compile(r"\S(?=\s)")
 
 ROLES = ("bos", "eos", "pad", "mask", "cls", "sep", "unk")
 
@@ -199,8 +202,7 @@ class Tokenizer:
 def pieces(text: str, limit: int = PIECE) -> Iterator[str]:
     """The text in parts of at most `limit` characters, cut where a word begins, in the last half of the limit.
 
-    Best after a line break that a line without indentation follows, else before the single space of a word, else, in
-    text without spaces, at the limit.
+    Best after a single line break, else before a single space, else before any white space, else at the limit.
     """
     start = 0
     while len(text) - start > limit:
@@ -211,17 +213,15 @@ def pieces(text: str, limit: int = PIECE) -> Iterator[str]:
 
 
 def _border(text: str, low: int, high: int) -> int:
-    at = text.rfind("\n", low, high - 1)
-    while at >= 0:
-        if not text[at + 1].isspace():
-            return at + 1
-        at = text.rfind("\n", low, at)
-    at = text.rfind(" ", low, high - 1)
-    while at >= 0:
-        if not text[at - 1].isspace() and not text[at + 1].isspace():
-            return at
-        at = text.rfind(" ", low, at)
-    return high
+    for space, after in (("\n", 1), (" ", 0)):
+        at = text.rfind(space, low, high - 1)
+        while at > 0:
+            # tokenizers treat a run of spaces as a whole, so only a single one is cut at
+            if not text[at - 1].isspace() and not text[at + 1].isspace():
+                return at + after
+            at = text.rfind(space, low, at)
+    run = WORD_END.search(text, low, high)
+    return run.end() if run else high
 
 
 def encodable(text: str) -> bool:

@@ -176,7 +176,7 @@ def _fail(error: BaseException) -> int:
 
 def _main() -> None:
     private, logs, parent, *argv = sys.argv[1:]
-    pass
+    tie_to_parent(int(parent))
     rank, start = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     stop = Path(private) / "stop"
     if stop.exists():  # the run is being ended; the agent, which knows nothing of it, has started its ranks again

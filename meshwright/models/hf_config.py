@@ -149,8 +149,11 @@ def _specials(
     if name in _WINDOWED:
         values["sliding_window"] = _window(raw, where, values.get("layers"), findings)
     if name == "roberta":
-        offset = int(raw.get("pad_token_id") or 0) + 1 if raw.get("pad_token_id", 1) is not None else 0
-        values["position_offset"] = offset
+        pad = raw.get("pad_token_id", 1)
+        if not isinstance(pad, int) or pad < 0:
+            findings.append(Finding(f"{where}: pad_token_id", f"is {pad}", "RoBERTa's positions start after it"))
+            return
+        values["position_offset"] = offset = pad + 1
         if isinstance(values.get("max_len"), int):
             values["max_len"] -= offset
         if task == "mlm" and values.get("activation") != "gelu":

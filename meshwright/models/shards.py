@@ -96,10 +96,11 @@ class Shards:
         absent = [name for name in expected if name not in there]
         if absent:
             findings.append(Finding(str(path), f"does not hold {_some(absent)}, though {INDEX} says so"))
+        unlisted = sorted(there - set(expected)) if expected else []
+        if unlisted:
+            findings.append(Finding(str(path), f"holds {_some(unlisted)}, which {INDEX} does not place there"))
         self._files[file] = handle
-        for name in there:
-            if listed.get(name, file) == file:
-                self._where[name] = file
+        self._where.update(dict.fromkeys(there, file))
 
     def names(self) -> frozenset[str]:
         return frozenset(self._where)

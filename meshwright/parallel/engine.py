@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.distributed.piece import Piece
 from meshwright.parallel.compile import compile_errors
-from meshwright.parallel.flat import FlatParameters, Piece
+from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.norm import agree_any, agree_first, clip_coefficient, differing, digest, reduce_sum
 from meshwright.parallel.precision import LossScaler
 from meshwright.parallel.replicate import Gradients

@@ -22,7 +22,7 @@ from torch import nn
 from meshwright.errors import Finding, LayoutError
 from meshwright.spec.parameters import Table
 
-__all__ = ["ALIGN_BYTES", "Bucket", "FlatParameters", "Group", "Piece", "Slot", "decays", "master_dtype"]
+__all__ = ["ALIGN_BYTES", "Bucket", "FlatParameters", "Group", "Slot", "decays", "master_dtype"]
 
 ALIGN_BYTES = 128
 
@@ -36,21 +36,6 @@ def decays(name: str, no_decay: Iterable[str]) -> bool:
     """Whether weight decay applies: false when the parameter's name contains one of the words, whatever the case."""
     lowered = name.lower()
     return not any(word.lower() in lowered for word in no_decay)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The block of a logical tensor that this rank holds, as checkpoints read and fill it.
-
-    name: logical name, e.g. `model/layers.0.mlp.up.weight`. tensor: view of the live values. shape: of the whole logical
-    tensor. offset: where `tensor` starts in it, a number a dimension. owner: False forbids that this copy is written.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    owner: bool = True
 
 
 @dataclass(eq=False)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from meshwright.config.load import Resolved, load_config
 from meshwright.errors import ConfigError, Finding
@@ -12,6 +13,9 @@ from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.runtime.setup import Ready, Target, set_up
 from meshwright.spec.plan import Plan
+
+if TYPE_CHECKING:
+    from meshwright.distributed.environment import Nodes, World
 
 __all__ = ["TrainCommand"]
 
@@ -60,8 +64,8 @@ class TrainCommand:
             resolved = load_config(self.config or "", self.overrides)
         return resolved
 
-    def launch(self, resolved: Resolved, show: Show, nodes) -> int:
-        """Start the ranks of this machine and wait for them."""
+    def launch(self, resolved: Resolved, show: Show, nodes: Nodes | None) -> int:
+        """Start the ranks of this machine and wait for them. On several machines their rank 0 prepares, so that one does."""
         from meshwright.distributed.launch import launch
         from meshwright.observe.trace import Profile
 
@@ -70,25 +74,17 @@ class TrainCommand:
         folder = RunFolder(resolved.config.run.dir)
         nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
         resume = self._is_resume(folder)
-        say = _say
-        ready = set_up(
-            resolved,
-            Target(target.world * nnodes, target.device_type, target.device_bytes),
-            folder,
-            plan=Plan.load(self.plan) if self.plan else None,
-            resume=resume,
-            write=not self.dry_run,
-            say=say,
-        )
-        show(ready.resolved, ready)
+        alone = nnodes == 1 or self.dry_run
+        if alone:
+            plan = Plan.load(self.plan) if self.plan else None
+            whole = replace(target, world=target.world * nnodes)
+            ready = set_up(resolved, whole, folder, plan=plan, resume=resume, write=not self.dry_run, say=_say)
+            show(ready.resolved, ready)
         if self.dry_run:
             _say("dry run: nothing was started")
             return 0
-        argv = ["-m", "meshwright.runtime.worker", str(folder.path), "--device", target.device_type]
-        argv += ["--resume"] if resume else []
-        argv += ["--profile", self.profile] if self.profile else []
         code = launch(
-            argv,
+            self._worker(folder, target.device_type, resume) if alone else ["-m", "meshwright", "train", *self._arguments()],
             nproc=target.world,
             nnodes=nnodes,
             rdzv=rdzv,
@@ -97,30 +93,36 @@ class TrainCommand:
             grace=resolved.config.run.grace,
             env=env,
         )
-        if code == 0:
-            finish(ready.resolved, folder)
+        if code == 0 and alone:
+            finish(folder)
         return code
 
-    def as_rank(self, resolved: Resolved, world, show: Show) -> int:
-        """One rank that torchrun, Slurm or Kubernetes started: the first one prepares, then all meet."""
-        from meshwright.distributed import device as devices
+    def _worker(self, folder: RunFolder, device_type: str, resume: bool) -> list[str]:
+        argv = ["-m", "meshwright.runtime.worker", str(folder.path), "--device", device_type]
+        argv += ["--resume"] if resume else []
+        return argv + (["--profile", self.profile] if self.profile else [])
+
+    def _arguments(self) -> list[str]:
+        """The same command for a rank, which finds its place in the environment."""
+        given = {"--plan": self.plan, "--resume": self.resume, "--profile": self.profile}
+        options = [part for name, value in given.items() if value for part in (name, value)]
+        return [*([self.config] if self.config else []), *options, *self.overrides]
+
+    def as_rank(self, resolved: Resolved, world: World, show: Show) -> int:
+        """One rank that torchrun, Slurm, Kubernetes or a launcher of several machines started: the first one prepares."""
         from meshwright.runtime.worker import Job, start
 
         folder = RunFolder(resolved.config.run.dir)
         device_type = _device_type(resolved)
-        resume = self._is_resume(folder) or world.restart > 0
+        resume = self._is_resume(folder) or (world.restart > 0 and folder.config.is_file())
         if world.rank == 0:
-            total = (
-                devices.memory_total(devices.rank_device(device_type, world.local_rank))[1] if device_type != "cpu" else None
-            )
             plan = Plan.load(self.plan) if self.plan else None
-            ready = set_up(
-                resolved, Target(world.world, device_type, total), folder, plan=plan, resume=resume, write=True, say=_say
-            )
+            target = Target(world.world, device_type, _device_bytes(device_type))
+            ready = set_up(resolved, target, folder, plan=plan, resume=resume, write=True, say=_say)
             show(ready.resolved, ready)
         start(world, Job(folder, resume, self.profile), device_type, join_timeout=FOREIGN_JOIN_SECONDS)
         if world.rank == 0:
-            finish(resolved, folder)
+            finish(folder)
         return 0
 
     def _is_resume(self, folder: RunFolder) -> bool:
@@ -138,16 +140,15 @@ class TrainCommand:
         world = self.nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
         if device_type != "cpu" and world > have:
             raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
-        total = devices.memory_total(devices.rank_device(device_type, 0))[1] if device_type != "cpu" else None
-        return Target(world, device_type, total), env
+        return Target(world, device_type, _device_bytes(device_type)), env
 
 
-def finish(resolved: Resolved, folder: RunFolder) -> None:
+def finish(folder: RunFolder) -> None:
     """After the ranks are gone: the sample of generated text, the report, and where things are."""
     from meshwright.observe.report import write_report
     from meshwright.runtime.trained import continue_text, load_trained
 
-    log = resolved.config.log
+    log = folder.read_config().config.log
     if log.sample is not None:
         _say(f"sample: {continue_text(load_trained(folder.path), log.sample, max_tokens=log.sample_tokens)}")
     if log.report:
@@ -159,6 +160,13 @@ def _device_type(resolved: Resolved) -> str:
     from meshwright.distributed import device as devices
 
     return devices.pick(resolved.config.run.device)
+
+
+def _device_bytes(device_type: str) -> int | None:
+    """Memory of one device; on a CPU it is no limit that a plan could know."""
+    from meshwright.distributed import device as devices
+
+    return None if device_type == "cpu" else devices.memory_total(devices.rank_device(device_type, 0))[1]
 
 
 def _say(text: str) -> None:

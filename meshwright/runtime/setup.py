@@ -11,6 +11,7 @@ from meshwright.errors import ConfigError, DataError, Finding, LayoutError
 from meshwright.runtime.choose import choose_plan
 from meshwright.runtime.corpus import Corpus, prepare_corpus
 from meshwright.runtime.folder import RunFolder
+from meshwright.runtime.identity import identity, refuse_other_run, saved_meta
 from meshwright.spec import model_rules
 from meshwright.spec.plan import Plan
 from meshwright.train.objectives import make_objective
@@ -68,6 +69,8 @@ def set_up(
     train_data, valid_data = corpus.datasets(config, tokenizer, task)
     if config.evaluate.every and valid_data is None:
         raise DataError(findings=[Finding("evaluate.every", "nothing is held out", "Set data.valid or data.valid_fraction")])
+    if resume and (saved := saved_meta(folder.checkpoints)) is not None:
+        refuse_other_run(identity(config, train_data.rows, tokenizer.fingerprint), saved[1]["identity"], saved[0])
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
     if plan is None:
         plan = choose_plan(

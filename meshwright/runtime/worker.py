@@ -37,6 +37,7 @@ from meshwright.observe.trace import Profile
 from meshwright.parallel.apply import parallelize
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
+from meshwright.runtime.identity import identity, refuse_other_run
 from meshwright.runtime.modules import load_modules
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
@@ -175,9 +176,10 @@ def build_context(
         stop=stop,
         watchdog=Watchdog(grace=config.run.grace, timeout=config.run.timeout, stop=stop),
         budget=budget,
-        identity=_identity(config, data),
+        identity=identity(config, data.train.rows, data.tokenizer),
     )
     if newest is not None and meta is not None:
+        refuse_other_run(run.identity, meta["identity"], newest)
         restore(run, newest, meta)
     else:
         with engine.masters() as shell:
@@ -221,24 +223,6 @@ def _sinks(job: Job, config: Config, progress: NullProgress, step: int) -> list:
     folder = job.folder
     outside = open_sink(config.log, folder.path, config.model_dump(mode="json"), step)
     return [MetricsSink(MetricsWriter(folder.metrics, resume_step=step)), outside, ProgressSink(progress)]
-
-
-def _identity(config: Config, rows: RunData) -> dict:
-    data = config.data
-    return {
-        "model": config.model.model_dump(mode="json"),
-        "run": {"seed": config.run.seed},
-        "objective": config.objective.model_dump(mode="json"),
-        "data": {
-            "rows": rows.train.rows,
-            "seq_len": data.seq_len,
-            "packing": data.packing,
-            "document_mask": data.document_mask,
-        },
-        "tokenizer": rows.tokenizer,
-        "optimizer": config.train.optimizer.kind,
-        "precision": "fp64" if config.precision == "fp64" else "fp32 masters",
-    }
 
 
 def _machine(run: Context) -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint import CheckpointStore, Piece
+from meshwright.checkpoint import CheckpointStore
 from meshwright.config.schema import Config
 from meshwright.data.loader import Loader
 from meshwright.distributed.stop import StopFlag
@@ -60,9 +60,6 @@ class Context:
     @property
     def is_lead(self) -> bool:
         return self.ranks.rank == 0
-
-    def pieces(self) -> list[Piece]:
-        return [Piece(p.name, p.tensor, p.shape, p.offset, p.owner) for p in self.engine.parameters_state()]
 
     def elapsed(self) -> float:
         """Seconds of training, earlier parts of a resumed run included."""

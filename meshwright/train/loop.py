@@ -10,7 +10,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.train.context import Context
 from meshwright.train.evaluate import evaluate
 from meshwright.train.result import Agreed, StepResult
-from meshwright.train.saving import save
+from meshwright.train.saving import check_room, save
 from meshwright.train.schedule import batch_at, learning_rate
 from meshwright.train.step import agree, train_step
 
@@ -30,7 +30,7 @@ def train(run: Context) -> Outcome:
     """Train until the budget is spent, a signal asks to stop, or the held-out loss no longer improves. All ranks call it."""
     config, state, clock = run.config, run.state, run.clock
     figures: dict[str, float] = {}
-    run.store.check_space(run.pieces())
+    check_room(run)
     reason, finished = run.budget.spent(state.step), True
     run.engine.model.train()
     steps = run.train_loader.steps(state.consumed, lambda consumed: batch_at(config.train, consumed))

@@ -11,12 +11,25 @@ import torch
 from meshwright import __version__
 from meshwright.config.load import flatten
 from meshwright.config.schema import Config
-from meshwright.errors import CheckpointError, Finding
 from meshwright.train.context import Context
 from meshwright.train.schedule import Budget, learning_rate
 from meshwright.train.state import TrainState
 
-__all__ = ["restore", "save"]
+__all__ = ["check_room", "restore", "save"]
+
+
+def check_room(run: Context) -> None:
+    """Refuse to start on a disk that cannot hold what will lie on it at the worst moment: the kept checkpoints, the best one
+    and a new one beside them. Raises DeviceError with needed and free bytes."""
+    config = run.config
+    best = config.evaluate.best and run.valid_loader is not None
+    if config.checkpoint.every or (config.evaluate.every and best):
+        copies = config.checkpoint.keep + 1 + best
+    elif config.checkpoint.final:
+        copies = 1
+    else:
+        return
+    run.store.check_space(run.engine.parameters_state(), copies=copies)
 
 
 def save(run: Context) -> None:
@@ -35,7 +48,7 @@ def save(run: Context) -> None:
         "total": run.budget.steps,
         "versions": {"meshwright": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    run.store.save(state.step, run.pieces(), meta, background=run.config.checkpoint.background)
+    run.store.save(state.step, run.engine.parameters_state(), meta, background=run.config.checkpoint.background)
     if run.config.evaluate.best and state.best_step == state.step and state.best_loss is not None:
         run.store.mark_best(state.step, state.best_loss)
     run.saved_at = state.step
@@ -43,9 +56,8 @@ def save(run: Context) -> None:
 
 
 def restore(run: Context, path: Path, meta: dict[str, Any]) -> None:
-    """Take weights, moments and counters from the checkpoint `path` whose meta is `meta`. Refuses before touching anything."""
-    refuse_other_run(run.identity, meta["identity"], path)
-    run.store.load(path, run.pieces())
+    """Take weights, moments and counters from the checkpoint `path` whose meta is `meta`."""
+    run.store.load(path, run.engine.parameters_state())
     run.engine.after_load()
     run.state = TrainState.from_dict(meta["state"])
     run.engine.load_extra(run.state.engine)
@@ -55,21 +67,6 @@ def restore(run: Context, path: Path, meta: dict[str, Any]) -> None:
     run.progress.note(f"resumed from {path} at step {run.state.step}")
     for line in changes(Config.model_validate(meta["config"]), run.config, meta["total"], run.budget, run.state):
         run.progress.note(line)
-
-
-def refuse_other_run(now: dict[str, Any], then: dict[str, Any], path: Path) -> None:
-    """Raises CheckpointError that lists every value that must be the same and is not."""
-    before, after = dict(flatten(then)), dict(flatten(now))
-    findings = [
-        Finding(key, f"is {after.get(key)!r}, but {path} was made with {before.get(key)!r}")
-        for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key)
-    ]
-    if findings:
-        findings.append(
-            Finding("", "This checkpoint belongs to another run", "Start anew in another --run.dir, or undo the change")
-        )
-        raise CheckpointError(findings=findings)
 
 
 def changes(old: Config, new: Config, old_total: int | None, budget: Budget, state: TrainState) -> list[str]:

@@ -73,8 +73,8 @@ def sweep(root: Path, tmp_path: Path, first: int, stride: int) -> None:
 
 
 def test_killed_at_file_operations_and_again_in_the_restart(root: Path, tmp_path: Path) -> None:
-    # Mutation tried: `publish` deleting the older folder of the same step before anything else, and `clean` removing every
-    # partial folder; the sweep then found no whole checkpoint.
+    # Mutations tried: `clean` removing complete partial folders too (killed between the two renames of a replaced step, no
+    # checkpoint was left); the older checkpoints removed before the new one is written.
     sweep(root, tmp_path, first=2, stride=4)
 
 

@@ -109,7 +109,7 @@ def block(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(0, 3), st.integers(1, 5))
 def test_any_overlapping_blocks_are_written_once(data: st.DataObject, dims: int, world: int) -> None:
-    # Mutation tried: the grid of `_cells` replaced by the blocks themselves; elements were then written twice.
+    # Mutation tried: the grid of `_cells` replaced by the blocks themselves, which cover some elements more than once.
     shape = tuple(data.draw(st.integers(1, 6)) for _ in range(dims))
     held: list[list[Geometry]] = [[] for _ in range(world)]
     for pieces in held:

@@ -51,7 +51,6 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(0, 2**31))
 def test_any_splitting_to_any_other_is_bitwise(data: st.DataObject, world: int, seed: int) -> None:
-    # Mutation tried: `Box.inside` without subtracting the outer offset in `plan_reads`; the first 2-D example failed.
     state = {}
     for i in range(data.draw(st.integers(1, 4))):
         shape = tuple(data.draw(st.lists(st.integers(1, 9), max_size=3)))
@@ -78,6 +77,7 @@ def test_any_splitting_to_any_other_is_bitwise(data: st.DataObject, world: int, 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5))
 def test_flat_shards_of_one_world_load_on_another(before: int, after: int, rows: int, columns: int) -> None:
+    # Mutation tried: `plan_reads` taking the source index from the start of the tensor, not of the stored slice.
     full = torch.randn(rows, columns, 2)
 
     def shards(source: torch.Tensor, world: int) -> list[list[Piece]]:

@@ -72,6 +72,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (GPT2, {"embd_pdrop": 0.0, "resid_pdrop": 0.1}, ("embd_pdrop", "resid_pdrop")),
     (GPT2, {"add_cross_attention": True}, ("add_cross_attention",)),
     (BERT, {"position_embedding_type": "relative_key"}, ("position_embedding_type", "relative_key")),
+    ({**BERT, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}, {"pad_token_id": None}, ("pad_token_id",)),
     (BERT, {"is_decoder": True}, ("is_decoder",)),
     (BERT, {"hidden_act": "mish"}, ("hidden_act", "mish")),
     (BERT, {"architectures": ["BertForQuestionAnswering"]}, ("architectures", "BertForMaskedLM")),
@@ -223,14 +224,18 @@ scalings = st.one_of(
 )
 def test_export_is_the_same_model_or_refused(**numbers: Any) -> None:
     config = ModelConfig(**DECODER, **numbers)
-    try:
-        raw, written = to_hf(config, "lm")
-    except ConfigError as error:
-        assert "no Hugging Face family" in str(error) and error.findings
-        expressible = config.activation == "swiglu" and not (config.mlp_bias and (config.qk_norm or config.sliding_window))
-        uneven = config.qkv_bias != config.attention_bias and (config.attention_bias or config.mlp_bias or config.qk_norm)
-        assert not expressible or uneven or config.sliding_window or config.qk_norm
+    alike = config.qkv_bias == config.attention_bias
+    fits = config.activation == "swiglu" and (
+        (alike and not config.qk_norm and config.sliding_window is None)  # llama
+        or not (config.qk_norm or config.qkv_bias or config.attention_bias or config.mlp_bias)  # mistral
+        or (config.qkv_bias and not (config.qk_norm or config.attention_bias or config.mlp_bias))  # qwen2
+        or (alike and config.qk_norm and not config.mlp_bias)  # qwen3
+    )
+    if not fits:
+        with pytest.raises(ConfigError, match="no Hugging Face family"):
+            to_hf(config, "lm")
         return
+    raw, written = to_hf(config, "lm")
     back = from_hf(raw, "config.json").config
     for key in ("layers", "width", "ffn", "vocab", "norm_eps", "rope_theta", "sliding_window", "tied", "mlp_bias", "qk_norm"):
         assert getattr(back, key) == getattr(config, key), key

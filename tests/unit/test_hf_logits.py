@@ -41,8 +41,8 @@ def _both_ways(model: Any, source: Path, target: Path) -> None:
         assert torch.equal(a, b), name
 
 
-# Mutations, each red: q and k swapped in the map; groups of Fused read as one; c_attn not transposed; attention_norm and
-# mlp_norm swapped; lm_head.decoder.bias of an untied head taken from lm_head.bias.
+# Mutations, each red: q and k swapped in the map; c_attn not transposed; attention_norm and mlp_norm swapped; parts of a
+# fused parameter taken as one run of rows; the bias of an untied BERT head taken from the parameter that is not read.
 @pytest.mark.parametrize("name", MODELS)
 def test_both_ways(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path / "theirs")

@@ -100,8 +100,8 @@ def test_initialize_is_fill_for_every_parameter():
 def test_large_parameters_are_filled_in_chunks(monkeypatch):
     config = ModelConfig(**{**recipe("debug"), "vocab": 100})
     whole, chunked = build(config, "lm"), build(config, "lm")
-    initialize(whole, 7, "cpu")
-    monkeypatch.setitem(initialize.__globals__, "_CHUNK_VALUES", 4096)
+    initialize(whole, 7, "cpu")  # red with: rows counted from the start of their chunk
+    monkeypatch.setitem(fill.__globals__, "_CHUNK_VALUES", 4096)
     initialize(chunked, 7, "cpu")
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), chunked.parameters(), strict=True))
 
@@ -110,7 +110,7 @@ def test_large_parameters_are_filled_in_chunks(monkeypatch):
 @pytest.mark.parametrize("task", ["own", "classify"])
 def test_every_parameter_has_a_rule_that_fits(name, task):
     # Red with: the bias rule before that of qkv, a rule missing.
-    config = ModelConfig(**{"vocab": 512, **recipe(name), "classes": 2})
+    config = ModelConfig(**{"vocab": 512, **recipe(name), "classes": 2, "mlp_bias": True, "qkv_bias": True})
     task = ("lm" if config.arch == "decoder" else "mlm") if task == "own" else task
     model = build(config, task)
     for parameter_name, parameter in model.named_parameters():

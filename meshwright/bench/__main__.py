@@ -25,12 +25,13 @@ def parse(argv: list[str] | None = None) -> Settings:
     )
     parser.add_argument("--suite", choices=SUITES, default="smoke")
     parser.add_argument("--workloads", help=f"a,b in place of the suite's; known: {', '.join(WORKLOADS)}")
-    parser.add_argument("--peers", default="auto", help=f"auto: the best known of each workload; none; or of {', '.join(PEERS)}")
-    parser.add_argument("--gpus", default="1,2", help="numbers of devices; ranks on a machine without accelerator (default: 1,2)")
+    parser.add_argument("--peers", default="auto", help=f"auto: the fastest known ones; none; or of {', '.join(PEERS)}")
+    parser.add_argument("--gpus", default="1,2", help="numbers of devices, on a CPU of ranks (default: 1,2)")
     parser.add_argument("--steps", type=int, help="of each engine (default: 30; smoke: 12)")
     parser.add_argument("--warm", type=int, help="steps that are not counted (default: 10; smoke: 4)")
-    parser.add_argument("--order", default=",".join(ORDER), help="what runs, and in which order (default: %(default)s)")
+    parser.add_argument("--order", default=",".join(ORDER), help="what runs, peer and ours in this order (%(default)s)")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds of one engine's run (default: %(default)g)")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no further engine is started")
     parser.add_argument("--out", type=Path, help="folder for results.json, results.md and log.txt")
     args = parser.parse_args(argv)
     steps, warm = (12, 4) if args.suite == "smoke" else (30, 10)
@@ -47,6 +48,7 @@ def parse(argv: list[str] | None = None) -> Settings:
         order=tuple(args.order.split(",")),
         out=args.out,
         timeout=args.timeout,
+        budget=args.budget,
     )
 
 

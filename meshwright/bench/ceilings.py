@@ -4,14 +4,13 @@ python -m meshwright.bench.ceilings [--workloads llama-1b,bert-large] [--describ
 
 Prints one JSON object a line. The floor of a step is the time of every matmul at its own shape (forward, input gradient, weight
 gradient) and of attention forward and backward at the fastest backend, each measured by itself on random data: no norm,
-activation, dropout, optimizer, launch gap or communication. The `limit` is the rate of a device that needs the floor and nothing
-else; in the same precision only a version that does less work is faster.
+activation, dropout, optimizer, launch gap or communication. The `limit` is the rate of a device that needs the floor and no
+more; in the same precision only a version that does less work is faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import platform
 from collections.abc import Iterable
@@ -30,6 +29,7 @@ from meshwright.observe.flops import attention_pairs, peak_rate
 __all__ = ["Attention", "Floor", "Matmul", "attention_of", "floor", "head_positions", "limit", "matmuls", "step_flops"]
 
 _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
+_CPU_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 _ALIGN = 64
 """Output matrices may be padded to a multiple of this many rows, when that is faster."""
 
@@ -157,9 +157,7 @@ def _three_products(part: Matmul, device: torch.device) -> float:
 def _attention(part: Attention, device: torch.device) -> tuple[float, str]:
     """Seconds of all layers' forward and backward with the fastest backend that takes the shape, and its name."""
     q = _random(part.rows, part.heads, part.length, part.head_dim, device=device).requires_grad_()
-    k, v = (
-        _random(part.rows, part.kv_heads, part.length, part.head_dim, device=device).requires_grad_() for _ in range(2)
-    )
+    k, v = (_random(part.rows, part.kv_heads, part.length, part.head_dim, device=device).requires_grad_() for _ in range(2))
     grad = torch.randn_like(q)
 
     def call() -> object:
@@ -167,14 +165,14 @@ def _attention(part: Attention, device: torch.device) -> tuple[float, str]:
         return torch.autograd.grad(out, (q, k, v), grad)
 
     best, name = float("inf"), ""
-    for backend in _BACKENDS if device.type != "cpu" else (None,):
-        with contextlib.nullcontext() if backend is None else sdpa_kernel(backend):
-            try:
+    for backend in _CPU_BACKENDS if device.type == "cpu" else _BACKENDS:
+        try:
+            with sdpa_kernel(backend):
                 seconds = median_seconds(call, device)
-            except RuntimeError:  # this backend does not take the shape here
-                continue
+        except RuntimeError:  # this backend does not take the shape here
+            continue
         if seconds < best:
-            best, name = seconds, "torch's choice" if backend is None else backend.name.removesuffix("_ATTENTION").lower()
+            best, name = seconds, backend.name.removesuffix("_ATTENTION").lower()
     if not name:
         raise RuntimeError(f"no attention backend takes {part}")
     return part.count * best, name

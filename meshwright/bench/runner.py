@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,18 @@ __all__ = ["SUITES", "Outcome", "Settings", "failure_of", "last_record", "plan",
 SUITES = {"foundation": ("llama-1b", "bert-large", "encoder-24x1024"), "smoke": ("smoke-encoder",)}
 ORDER = ("ceilings", "peer", "ours")
 ROOT = Path(__file__).resolve().parents[2]
-_ERROR = re.compile(r"^[\s\[\]\w:,]*?\b(\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
+_ERROR = re.compile(r"^[\s\[\]\w:.,]*?\b(\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
 _NOISE = ("ChildFailedError", "torch.distributed.elastic", "SignalException", "ProcessRaisedException")
 _GRACE = 10.0
 """Seconds that processes have to end by themselves after a time-out."""
+_SHORTEST = 30.0
+"""Seconds below which no further engine is started: it would only be cut off."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """What to run. peers: "auto", "none" or names. out: gets results.json, results.md and log.txt. timeout: seconds of one
-    subprocess; when it is over, that engine has no result and the next one starts."""
+    subprocess; when it is over, that engine has no result and the next one starts. budget: seconds of everything together."""
 
     workloads: tuple[str, ...]
     peers: str = "auto"
@@ -46,6 +48,7 @@ class Settings:
     order: tuple[str, ...] = ORDER
     out: Path | None = None
     timeout: float = 240.0
+    budget: float = float("inf")
 
 
 @dataclass
@@ -58,7 +61,8 @@ class Outcome:
         return markdown(self.results, self.machine, self.ceilings)
 
     def as_dict(self, settings: Settings) -> dict[str, Any]:
-        chosen = asdict(settings) | {"out": None if settings.out is None else str(settings.out)}
+        chosen = asdict(settings)
+        del chosen["out"], chosen["budget"]  # they change no number
         return {
             "machine": self.machine,
             "settings": chosen,
@@ -90,9 +94,14 @@ def check(settings: Settings) -> None:
     for name in [] if settings.peers in ("auto", "none") else settings.peers.split(","):
         if name not in PEERS:
             findings.append(Finding("--peers", f"{name!r} is unknown", f"auto, none, or of {', '.join(PEERS)}"))
+        elif not set(PEERS[name].workloads) & set(settings.workloads):
+            fix = f"It runs {', '.join(PEERS[name].workloads)}"
+            findings.append(Finding("--peers", f"{name} runs none of these workloads", fix))
     for part in settings.order:
         if part not in ORDER or settings.order.count(part) > 1:
-            findings.append(Finding("--order", f"{part!r} is unknown or named twice", f"Of {', '.join(ORDER)}, each at most once"))
+            findings.append(
+                Finding("--order", f"{part!r} is unknown or there twice", f"Of {', '.join(ORDER)}, each at most once")
+            )
     if any(count < 1 for count in settings.gpus):
         findings.append(Finding("--gpus", f"{min(settings.gpus)} is no number of devices", "For example --gpus 1,2"))
     if not 0 < settings.warm < settings.steps:
@@ -138,34 +147,38 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
     """
     check(settings)
     outcome = Outcome()
-    with contextlib.ExitStack() as stack:
-        work = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-bench-")))
-        log = work / "log.txt"
+    until = time.monotonic() + settings.budget
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
+        shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
         if settings.out is not None:
             settings.out.mkdir(parents=True, exist_ok=True)
-            log = settings.out / "log.txt"
-        ceilings = ["meshwright.bench.ceilings", "--workloads", ",".join(settings.workloads)]
-        if "ceilings" not in settings.order:
-            ceilings.append("--describe")
-        code, text = execute([sys.executable, "-m", *ceilings], settings.timeout, log, work)
-        found = list(records(text))
-        outcome.machine = next((record for record in found if record.get("what") == "machine"), None)
-        outcome.ceilings = [record for record in found if record.get("what") in ("matmul", "copy", "limit")]
-        for record in found:
-            say(json.dumps(record))
-        if code != 0:
-            say(f"ceilings: {failure_of(code, text, settings.timeout)}")
+        look(settings, outcome, shell, say)
         have = outcome.machine["count"] if outcome.machine else 1
         for task in plan(settings, have):
-            result = measure(task, settings, log, work)
+            timeout = min(settings.timeout, until - time.monotonic())
+            if timeout < min(_SHORTEST, settings.timeout):
+                task = replace(task, refused=task.refused or f"not started: the {settings.budget:g} s of --budget are over")
+            result = measure(task, timeout, shell)
             outcome.results.append(result)
             shown = result.figures if result.figures is not None else {"reason": result.reason}
             say(json.dumps({"workload": task.workload, "gpus": task.gpus, "engine": task.engine, **shown}))
-            if settings.out is not None:  # after each, so that a killed benchmark keeps what it has
+            if settings.out is not None:  # after each, so that a benchmark that is killed keeps what it has
                 save(outcome, settings, settings.out)
-        if settings.out is not None:
-            save(outcome, settings, settings.out)
     return outcome
+
+
+def look(settings: Settings, outcome: Outcome, shell: Shell, say: Callable[[str], None]) -> None:
+    """The machine, and its ceilings where they are asked for."""
+    command = [sys.executable, "-m", "meshwright.bench.ceilings", "--workloads", ",".join(settings.workloads)]
+    code, text = shell.execute(command if "ceilings" in settings.order else [*command, "--describe"], settings.timeout)
+    for record in records(text):
+        if record.get("what") == "machine":
+            outcome.machine = record
+        elif "what" in record:
+            outcome.ceilings.append(record)
+        say(json.dumps(record))
+    if code != 0:
+        say(f"ceilings: {failure_of(code, text, settings.timeout)}")
 
 
 def save(outcome: Outcome, settings: Settings, out: Path) -> None:
@@ -173,7 +186,7 @@ def save(outcome: Outcome, settings: Settings, out: Path) -> None:
     (out / "results.md").write_text(outcome.table(), encoding="utf-8")
 
 
-def measure(task: Task, settings: Settings, log: Path, work: Path) -> Result:
+def measure(task: Task, timeout: float, shell: Shell) -> Result:
     """Run one engine on one workload."""
     from meshwright.bench.ceilings import step_flops
 
@@ -182,17 +195,17 @@ def measure(task: Task, settings: Settings, log: Path, work: Path) -> Result:
     if task.refused:
         return base
     arguments = list(task.arguments)
-    folder = work / "run"
+    folder = shell.work / "run"
     if task.kind == "ours":
         arguments += ["--folder", str(folder)]
     rendezvous = ["--nproc-per-node", str(task.gpus), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "-m", task.module, *arguments]
-    code, text = execute(command, settings.timeout, log, work)
+    code, text = shell.execute(command, timeout)
     shutil.rmtree(folder, ignore_errors=True)
     record = last_record(text)
     figures, reason = None, ""
     if code != 0 or record is None:
-        reason = failure_of(code, text, settings.timeout)
+        reason = failure_of(code, text, timeout)
     elif "skipped" in record:
         reason = record["skipped"]
     else:
@@ -201,31 +214,42 @@ def measure(task: Task, settings: Settings, log: Path, work: Path) -> Result:
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with the package on the path, so that it need not be installed. A CPU's ranks get one thread."""
+    """That of this process, with the package on the path, so that it need not be installed; one thread where none is named,
+    as torchrun has it for more than one rank."""
     path = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def execute(command: Sequence[str], timeout: float, log: Path, work: Path) -> tuple[int | None, str]:
-    """Exit code (None: ended after `timeout` seconds) and all that was printed, which the log gets too."""
-    output = work / "output.txt"
-    start = time.monotonic()
-    with open(output, "wb") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment())
-        try:
-            code: int | None = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            code = None
-        finally:
-            end(process)
-    text = output.read_text(encoding="utf-8", errors="replace")
-    with open(log, "a", encoding="utf-8") as file:
-        file.write(f"$ {' '.join(command)}\n{text}\n[exit code {code}, {time.monotonic() - start:.1f} s]\n\n")
-    return code, text
+@dataclass(frozen=True)
+class Shell:
+    """Starts subprocesses. work: a folder for what they leave. log: gets all that they print."""
+
+    work: Path
+    log: Path | None
+
+    def execute(self, command: Sequence[str], timeout: float) -> tuple[int | None, str]:
+        """Exit code (None: ended after `timeout` seconds) and all that was printed."""
+        output = self.work / "output.txt"
+        start = time.monotonic()
+        with open(output, "wb") as sink:
+            process = subprocess.Popen(
+                command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment()
+            )
+            try:
+                code: int | None = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:
+                end(process)
+        text = output.read_text(encoding="utf-8", errors="replace")
+        if self.log is not None:
+            with open(self.log, "a", encoding="utf-8") as file:
+                file.write(f"$ {' '.join(command)}\n{text}\n[exit code {code}, {time.monotonic() - start:.1f} s]\n\n")
+        return code, text
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """No process of this subprocess is left. The ranks are sessions of their own, so they are found before their parent ends."""
+    """Leave nothing of this subprocess running. Ranks are sessions of their own, so they are found before their parent ends."""
     import psutil
 
     if process.poll() is not None:
@@ -243,13 +267,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def records(text: str) -> Iterator[dict[str, Any]]:
-    """JSON objects that stand alone on a line."""
+    """JSON objects that begin a line; what another rank wrote behind one is passed over."""
     for line in text.splitlines():
         if line.startswith("{"):
             with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
+                yield json.JSONDecoder().raw_decode(line)[0]
 
 
 def last_record(text: str) -> dict[str, Any] | None:

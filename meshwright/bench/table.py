@@ -138,8 +138,8 @@ def head(machine: Mapping[str, Any] | None, ceilings: Sequence[Mapping[str, Any]
 
 def notes(machine: Mapping[str, Any] | None, limits: Mapping[str, Mapping[str, Any]]) -> list[str]:
     lines = [
-        "Per GPU: median step after warm-up. x best peer: ratio of these; ± is half of both engines' (slowest − fastest step) ÷ "
-        "median. Scaling: rate per GPU on n over that on one."
+        "Per GPU: median step after warm-up. x best peer: ratio of these; ± is half of both engines' "
+        "(slowest − fastest step) ÷ median. Scaling: rate per GPU on n over that on one."
     ]
     if limits:
         floors = [

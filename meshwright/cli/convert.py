@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.config.schema import ModelConfig
 
 
 class Task(StrEnum):
@@ -25,6 +32,13 @@ class How(StrEnum):
     auto = "auto"
     logits = "logits"
     weights = "weights"
+
+
+def _load_run(run: Path) -> tuple[nn.Module, ModelConfig, str, Callable[[Path], object]]:
+    from meshwright.runtime.trained import load_trained
+
+    trained = load_trained(run)
+    return trained.model, trained.model_config, trained.task, trained.tokenizer.save
 
 
 def register(app: typer.Typer) -> None:
@@ -64,6 +78,7 @@ def register(app: typer.Typer) -> None:
             family=family,
             dtype=types[dtype.value] if dtype else None,
             shard_bytes=shard_mib * 2**20,
+            load_run=_load_run,
         )
         print(f"{source} -> {target}: {done.direction}, {done.family}, task {done.task}")
         for note in done.notes:
@@ -71,7 +86,7 @@ def register(app: typer.Typer) -> None:
         if done.unused:
             shown = ", ".join(done.unused[:4]) + (f" and {len(done.unused) - 4} more" if len(done.unused) > 4 else "")
             print(f"note: left out, since the task does not use them: {shown}")
-        comparison = hf.compare(done, source, target, compare.value)
+        comparison = hf.compare(done, source, target, compare.value, _load_run)
         print(f"compared: {comparison}")
         if not comparison.good:
             print("the two sides disagree: do not use the result")

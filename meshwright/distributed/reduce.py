@@ -19,7 +19,16 @@ import torch.distributed as dist
 from meshwright.compat import all_gather_single
 from meshwright.errors import MeshwrightError, RankFailure
 
-__all__ = ["agree", "barrier", "broadcast_json", "gather_json", "gather_scalars", "max_scalars", "sum_scalars"]
+__all__ = [
+    "agree",
+    "barrier",
+    "broadcast_bytes",
+    "broadcast_json",
+    "gather_json",
+    "gather_scalars",
+    "max_scalars",
+    "sum_scalars",
+]
 
 _CPU = torch.device("cpu")
 
@@ -60,17 +69,24 @@ def gather_json(value: Any, group: dist.ProcessGroup, device: torch.device = _CP
     return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup, source: int = 0, device: torch.device = _CPU) -> Any:
-    """`value` of the group's rank `source`, on every rank. What the other ranks pass is not looked at."""
+def broadcast_bytes(data: bytes, group: dist.ProcessGroup, source: int = 0, device: torch.device = _CPU) -> bytes:
+    """The bytes of the group's rank `source`, on every rank. What the other ranks pass is not looked at."""
     mine = group.rank() == source
-    data = json.dumps(value).encode() if mine else b""
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    size = torch.tensor([len(data) if mine else 0], dtype=torch.int64, device=device)
     dist.broadcast(size, group=group, group_src=source)
+    if not int(size):
+        return b""
     buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device) if mine else None
     if buffer is None:
         buffer = torch.empty(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, group=group, group_src=source)
-    return json.loads(buffer.cpu().numpy().tobytes())
+    return buffer.cpu().numpy().tobytes()
+
+
+def broadcast_json(value: Any, group: dist.ProcessGroup, source: int = 0, device: torch.device = _CPU) -> Any:
+    """`value` of the group's rank `source`, on every rank. What the other ranks pass is not looked at."""
+    data = json.dumps(value).encode() if group.rank() == source else b""
+    return json.loads(broadcast_bytes(data, group, source, device))
 
 
 def barrier(group: dist.ProcessGroup, timeout: float, what: str) -> None:

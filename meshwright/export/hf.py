@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,14 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from meshwright.checkpoint import CheckpointStore, Piece, read_manifest
-from meshwright.checkpoint.manifest import TensorEntry
-from meshwright.config.load import load_config
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import CheckpointError, ConfigError, Finding
 from meshwright.models.files import (
     DESCRIPTION,
-    TOKENIZER_FILES,
     Description,
     load_model,
     model_tensors,
@@ -28,17 +25,17 @@ from meshwright.models.files import (
 )
 from meshwright.models.hf import CONFIG, HfFolder, export_tensors
 from meshwright.models.hf_weights import weight_map
-from meshwright.models.initialize import materialise
 from meshwright.models.registry import build
 from meshwright.models.shards import SHARD_BYTES, Shards
 
-__all__ = ["Comparison", "Converted", "compare", "convert", "load_run", "source_kind"]
+__all__ = ["Comparison", "Converted", "LoadRun", "compare", "convert", "source_kind"]
 
 _LOGIT_LIMIT_PARAMETERS = 2e9
 """Above this, two fp32 copies of the model are more than a comparison is worth: weights are compared instead."""
 _ROWS, _LENGTH = 2, 256
-_MODEL = "model/"
-"""Prefix of weights in a checkpoint, as the engine names them."""
+
+LoadRun = Callable[[Path], tuple[nn.Module, ModelConfig, str, Callable[[Path], object]]]
+"""Run folder -> (model, config, task, function that writes its tokenizer into a folder). `runtime` has it."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +96,19 @@ def convert(
     family: str | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    load_run: LoadRun | None = None,
 ) -> Converted:
     """Convert a folder; the direction follows from what it holds.
 
     task    from Hugging Face only: "lm", "mlm" or "classify" where config.json leaves it open
     family  to Hugging Face only: `model_type`
     dtype   of the weights that are written; default: as they are
+    load_run  reads a run folder; without it runs are refused
     """
     source, target = Path(source), Path(target)
     if source_kind(source) == "huggingface":
         return _from_hf(source, target, task, dtype, shard_bytes)
-    with _our_tensors(source) as (description, ours, stored, tokenizer):
+    with _our_tensors(source, load_run) as (description, ours, stored, tokenizer):
         kind = dtype or stored
         hf = export_tensors(
             lambda name: ours(name).to(kind),
@@ -141,56 +140,31 @@ def _from_hf(source: Path, target: Path, task: str | None, dtype: torch.dtype | 
 
 @contextmanager
 def _our_tensors(
-    source: Path,
-) -> Iterator[tuple[Description, Callable[[str], torch.Tensor], torch.dtype, Path | None]]:
+    source: Path, load_run: LoadRun | None
+) -> Iterator[tuple[Description, Callable[[str], torch.Tensor], torch.dtype, Path]]:
     """(what it is, tensor by name, dtype, folder of the tokenizer) of a model folder or a run."""
     if source_kind(source) == "ours":
         with Shards(source) as shards:
             yield read_description(source), shards.get, shards.widest(), source
         return
-    model, config, task = load_run(source)
+    model, config, task, save_tokenizer = _run(source, load_run)
     tensors = dict(model_tensors(model))
-    yield Description(config, task), tensors.__getitem__, next(iter(tensors.values())).dtype, _tokenizer_of_run(source)
+    with tempfile.TemporaryDirectory() as folder:
+        save_tokenizer(Path(folder))
+        yield Description(config, task), tensors.__getitem__, next(iter(tensors.values())).dtype, Path(folder)
 
 
-def load_run(run: str | Path, *, best: bool = False) -> tuple[nn.Module, ModelConfig, str]:
-    """(model, config, task) with the master weights of a run's newest whole checkpoint, or of its best one.
-
-    Sizes that the data decided (vocabulary, classes) are those of the stored tensors, and so is the task.
-    """
-    run = Path(run)
-    store = CheckpointStore(run / "checkpoints", write=False)
-    try:
-        path = store.best() if best else store.newest()
-        if path is None:
-            raise CheckpointError(findings=[Finding(str(run / "checkpoints"), "has no whole checkpoint")])
-        stored = {name: entry for name, entry in read_manifest(path).tensors.items() if name.startswith(_MODEL)}
-        config = load_config(run / "config.yaml").config.model
-        changes = {"vocab": _rows_of(stored, "embedding.weight"), "classes": _rows_of(stored, "classifier.weight")}
-        config = config.model_copy(update={key: rows for key, rows in changes.items() if rows is not None})
-        plain = "lm" if config.arch == "decoder" else "mlm"
-        task = "classify" if changes["classes"] else plain
-        model = build(config, task)
-        materialise(model, "cpu", torch.float64 if any(entry.dtype == "F64" for entry in stored.values()) else None)
-        pieces = [Piece(f"{_MODEL}{n}", t, tuple(t.shape), (0,) * t.dim()) for n, t in model_tensors(model)]
-        store.load(path, pieces, cast=True, ignore=["*"])
-    finally:
-        store.close()
-    return model, config, task
+def _run(source: Path, load_run: LoadRun | None) -> tuple[nn.Module, ModelConfig, str, Callable[[Path], object]]:
+    if load_run is None:
+        raise CheckpointError(
+            findings=[Finding(str(source), "is a run, and nothing here reads runs", "Export its model first")]
+        )
+    return load_run(source)
 
 
-def _rows_of(stored: Mapping[str, TensorEntry], name: str) -> int | None:
-    entry = stored.get(f"{_MODEL}{name}")
-    return None if entry is None else entry.shape[0]
-
-
-def _tokenizer_of_run(run: Path) -> Path | None:
-    """The first folder of the run that has a tokenizer."""
-    places = [run, run / "tokenizer", *sorted(path for path in (run / "data").glob("**/") if path.is_dir())]
-    return next((p for p in places if any((p / name).is_file() for name in TOKENIZER_FILES)), None)
-
-
-def compare(converted: Converted, source: str | Path, target: str | Path, how: str = "auto") -> Comparison:
+def compare(
+    converted: Converted, source: str | Path, target: str | Path, how: str = "auto", load_run: LoadRun | None = None
+) -> Comparison:
     """Read back what was written and hold it against its other side.
 
     how  "logits": transformers' own model on the Hugging Face side, both in fp32 from the weights as written;
@@ -201,18 +175,15 @@ def compare(converted: Converted, source: str | Path, target: str | Path, how: s
     if how == "auto":
         small = sum(p.numel() for p in build(converted.config, converted.task).parameters()) <= _LOGIT_LIMIT_PARAMETERS
         how = "logits" if small and find_spec("transformers") else "weights"
-    return (
-        _compare_logits(converted, ours, theirs, target)
-        if how == "logits"
-        else _compare_weights(converted, ours, theirs, target)
-    )
+    check = _compare_logits if how == "logits" else _compare_weights
+    return check(converted, ours, theirs, target, load_run)
 
 
-def _compare_weights(converted: Converted, ours: Path, theirs: Path, target: Path) -> Comparison:
+def _compare_weights(converted: Converted, ours: Path, theirs: Path, target: Path, load_run: LoadRun | None) -> Comparison:
     model = build(converted.config, converted.task)
     weights = weight_map(model, converted.family, converted.task, converted.config.tied)
     different = count = 0
-    with _our_tensors(ours) as (_, tensor, stored, _), Shards(theirs) as shards:
+    with _our_tensors(ours, load_run) as (_, tensor, stored, _), Shards(theirs) as shards:
         kind = stored if ours == target else shards.widest()
         for name, value in weights.load(shards):
             count += 1
@@ -221,7 +192,7 @@ def _compare_weights(converted: Converted, ours: Path, theirs: Path, target: Pat
 
 
 @torch.no_grad()
-def _compare_logits(converted: Converted, ours: Path, theirs: Path, target: Path) -> Comparison:
+def _compare_logits(converted: Converted, ours: Path, theirs: Path, target: Path, load_run: LoadRun | None) -> Comparison:
     if not find_spec("transformers"):
         what = "needs transformers, which is not installed"
         raise ConfigError(findings=[Finding("--compare logits", what, "pip install 'meshwright[hf]', or compare weights")])
@@ -230,7 +201,7 @@ def _compare_logits(converted: Converted, ours: Path, theirs: Path, target: Path
     transformers.utils.logging.disable_progress_bar()
     with Shards(target) as shards:
         kind = shards.widest()  # both sides start from the weights as they were written
-    model = load_model(ours, dtype=kind)[0] if source_kind(ours) == "ours" else load_run(ours)[0].to(kind)
+    model = load_model(ours, dtype=kind)[0] if source_kind(ours) == "ours" else _run(ours, load_run)[0].to(kind)
     auto = {
         "lm": transformers.AutoModelForCausalLM,
         "mlm": transformers.AutoModelForMaskedLM,

@@ -9,6 +9,10 @@ All tensors of a call are contiguous, of the same number of elements and on one 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 
 from meshwright.kernels.accelerated import optimizer_kernels
@@ -16,7 +20,7 @@ from meshwright.kernels.accelerated import optimizer_kernels
 __all__ = ["adamw_", "sgd_"]
 
 _BLOCK = 32768
-"""Elements a block: five fp32 vectors of it are 640 KiB, within a core's second-level cache."""
+"""Elements a block: six fp32 vectors of it are 768 KiB, within a core's second-level cache."""
 
 
 def _check(master: torch.Tensor, *others: torch.Tensor | None) -> None:
@@ -67,7 +71,7 @@ def adamw_(
     working     low-precision copy, rewritten from the new master in the same pass
     skip        0-d tensor; where it is not zero nothing changes, the working copy included (fp16 overflow)
 
-    Only a plain-torch update on a device without Triton reads `skip` on the host.
+    Only a plain-torch update on a device without Triton reads `skip`, and `lr` and `step` as tensors, on the host.
     """
     _check(master, grad, exp_avg, exp_avg_sq, working)
     correction1, correction2 = _correction(beta1, step), _correction(beta2, step)
@@ -79,17 +83,14 @@ def adamw_(
         return
     if skip is not None and bool(skip):
         return
-    shrink, pace, spread = 1.0 - lr * weight_decay, lr / correction1, correction2**0.5
-    for flat in _blocks(master, grad, exp_avg, exp_avg_sq, working):
-        w, g, m, v, out = flat
-        assert w is not None and g is not None and m is not None and v is not None
-        g = g.to(w.dtype)
-        if grad_scale is not None:
-            g = g * grad_scale
+    shrink, pace, spread = float(1.0 - lr * weight_decay), float(lr / correction1), float(correction2**0.5)
+    wide, roots = _scratch(master), _scratch(master)
+    for w, g, m, v, out in _blocks(master, grad, exp_avg, exp_avg_sq, working):
+        g = _scaled(g, grad_scale, wide)
         m.lerp_(g, 1.0 - beta1)
         v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-        w.mul_(shrink)
-        w.sub_((m * pace).div_(v.sqrt().div_(spread).add_(eps)))
+        root = torch.sqrt(v, out=roots[: v.numel()]).div_(spread).add_(eps)
+        w.mul_(shrink).addcdiv_(m, root, value=-pace)
         if out is not None:
             out.copy_(w)
 
@@ -120,26 +121,37 @@ def sgd_(
         return
     if skip is not None and bool(skip):
         return
-    for flat in _blocks(master, grad, buffer, working):
-        w, g, m, out = flat
-        assert w is not None and g is not None
-        g = g.to(w.dtype)
-        if grad_scale is not None:
-            g = g * grad_scale
+    pace, wide = float(lr), _scratch(master)
+    for w, g, m, out in _blocks(master, grad, buffer, working):
+        g = _scaled(g, grad_scale, wide)
         if weight_decay:
-            g = g + w * weight_decay
+            g = torch.add(g, w, alpha=weight_decay, out=wide[: w.numel()])
         if m is not None:
             g = m.mul_(momentum).add_(g)
-        w.sub_(g * lr)
+        w.add_(g, alpha=-pace)
         if out is not None:
             out.copy_(w)
 
 
-def _blocks(*tensors: torch.Tensor | None):
+def _block_size(flat: torch.Tensor) -> int:
+    """On an accelerator one block: launches cost more there than cache misses."""
+    return _BLOCK if flat.device.type == "cpu" else max(flat.numel(), 1)
+
+
+def _scratch(master: torch.Tensor) -> torch.Tensor:
+    return master.new_empty(min(master.numel(), _block_size(master)))
+
+
+def _scaled(g: torch.Tensor, grad_scale: torch.Tensor | None, scratch: torch.Tensor) -> torch.Tensor:
+    """The gradient's value in the master's dtype, in `scratch` unless it is that already."""
+    if g.dtype != scratch.dtype:
+        g = scratch[: g.numel()].copy_(g)
+    return g if grad_scale is None else torch.mul(g, grad_scale, out=scratch[: g.numel()])
+
+
+def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Views of the same block of every tensor, block after block."""
-    flats = [None if t is None else t.view(-1) for t in tensors]
-    first = flats[0]
+    first = tensors[0]
     assert first is not None
-    size = first.numel() if first.device.type != "cpu" else _BLOCK  # elsewhere launches cost more than cache misses
-    for start in range(0, first.numel(), max(size, 1)):
-        yield [None if f is None else f[start : start + size] for f in flats]
+    size, count = _block_size(first), -(-first.numel() // _block_size(first))
+    return zip(*(itertools.repeat(None, count) if t is None else t.view(-1).split(size) for t in tensors), strict=False)

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from meshwright.config.schema import ModelConfig
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import ConfigError
-from meshwright.models.files import Description, copy_tokenizer, fill_model, model_tensors, write_model
+from meshwright.models.files import TOKENIZER_FILES, Description, copy_tokenizer, fill_model, model_tensors, write_model
 from meshwright.models.hf_config import HfConfig, from_hf, to_hf
 from meshwright.models.hf_weights import WeightMap, weight_map
 from meshwright.models.registry import build
@@ -131,6 +132,8 @@ def export_tensors(
     raw, hf = _choose(description, family)
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     raw.pop("dtype", None)
+    if tokenizer_folder is not None and not description.huggingface:
+        raw |= _token_ids(Path(tokenizer_folder), hf.family)
     model = build(hf.config, hf.task)
     weights = weight_map(model, hf.family, hf.task, hf.config.tied)
     size = sum(torch.Size(shape).numel() for shape in weights.their_shapes().values()) * dtype.itemsize
@@ -151,3 +154,12 @@ def _choose(description: Description, family: str | None) -> tuple[dict[str, Any
         except ConfigError:  # changed since it came; another family may compute it, and the fields of the old one say nothing
             kept = {}
     return to_hf(description.config, description.task, family=family, kept=kept)
+
+
+def _token_ids(folder: Path, family: str) -> dict[str, int | None]:
+    """Special tokens for config.json, which generation reads; RoBERTa's pad token says where its positions start."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return {}
+    tokenizer = Tokenizer.load(folder)
+    ids = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+    return ids if family == "roberta" else {**ids, "pad_token_id": tokenizer.pad}

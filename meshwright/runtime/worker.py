@@ -9,7 +9,7 @@ import argparse
 import contextlib
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,6 +21,7 @@ from meshwright.data.loader import Loader
 from meshwright.distributed import device as devices
 from meshwright.distributed.environment import World, read_world
 from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.reduce import broadcast_json
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks, init_world
@@ -182,6 +183,8 @@ def build_context(
         refuse_other_run(run.identity, meta["identity"], newest)
         restore(run, newest, meta)
     else:
+        if job.resume:
+            progress.note(f"no whole checkpoint in {job.folder.checkpoints}: the run starts from the beginning")
         with engine.masters() as shell:
             initialize(shell, config.run.seed, ranks.device)
     for note in data.notes:
@@ -237,10 +240,10 @@ def _machine(run: Context) -> dict[str, str]:
 
 def start(world: World, job: Job, device_type: str | None = None, join_timeout: float = 300.0) -> Outcome:
     """Meet the other ranks and run. After an automatic restart it goes on from the newest checkpoint by itself."""
-    if world.restart > 0:
-        job = Job(job.folder, resume=True, profile=job.profile)
     with init_world(world, device_type or devices.pick(), join_timeout=join_timeout) as ranks:
-        return run_job(job, ranks)
+        # ranks that somebody else started looked at the folder at different times: the first one's answer counts
+        resume = broadcast_json(job.resume or world.restart > 0, ranks.control)
+        return run_job(replace(job, resume=resume), ranks)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -38,8 +38,12 @@ def assert_close(folder: Path, reference: Path, tolerance: float) -> None:
 
 def test_the_command_on_1_2_and_4_ranks_gives_the_losses_and_weights_of_one(tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", train={"steps": 100, "micro_batch": 2}, precision="fp64")
-    for nproc in (1, 2, 4):
-        e2e.train(config, tmp_path / f"on-{nproc}", nproc=nproc).wait()
+    plan = Plan(Layout(dp_replicate=2), micro_batch=3, precision="fp64", overlap=False, reason="by hand")
+    plan.save(tmp_path / "plan.json")
+    for nproc, given in ((1, ()), (2, ("--plan", tmp_path / "plan.json")), (4, ())):
+        said = e2e.train(config, tmp_path / f"on-{nproc}", *given, nproc=nproc).wait().out
+        assert ("2 data-parallel ranks x 2 micro-steps x 3 rows" in said and "(by hand)" in said) == bool(given)
+    assert Plan.load(tmp_path / "on-2" / "plan.json") == plan
     losses = e2e.column(tmp_path / "on-1", "loss")
     assert losses[0] > 5.5 and losses[-1] < 3.2, "it learns"
     assert e2e.column(tmp_path / "on-1", "grad_norm")[0] > 0.5, "the clip is felt"
@@ -67,7 +71,10 @@ def test_micro_batches_of_1_2_and_5_rows_are_one_and_the_same(ranks, tmp_path, n
 def test_an_epoch_with_a_ragged_end_and_a_batch_that_grows_are_the_same_on_any_ranks(ranks, tmp_path):
     ramp = {"start": 3, "increment": 2, "samples": 100}
     config = e2e.settings(
-        tmp_path / "config.yaml", data={"seq_len": 64}, train={"steps": None, "epochs": 2, "batch": 11, "ramp": ramp}, precision="fp64"
+        tmp_path / "config.yaml",
+        data={"seq_len": 64},
+        train={"steps": None, "epochs": 2, "batch": 11, "ramp": ramp},
+        precision="fp64",
     )
     for nproc in (1, 2, 4):
         e2e.train_in(ranks(nproc), config, tmp_path / f"on-{nproc}")
@@ -95,7 +102,10 @@ def test_a_masked_language_model_is_the_same_on_any_ranks(ranks, tmp_path):
         e2e.train_in(ranks(nproc), config, tmp_path / f"on-{nproc}")
     for nproc in (2, 4):
         assert_close(tmp_path / f"on-{nproc}", tmp_path / "on-1", 1e-9)
-        assert e2e.records(tmp_path / f"on-{nproc}")[-1]["val_masked_accuracy"] == e2e.records(tmp_path / "on-1")[-1]["val_masked_accuracy"]
+        assert (
+            e2e.records(tmp_path / f"on-{nproc}")[-1]["val_masked_accuracy"]
+            == e2e.records(tmp_path / "on-1")[-1]["val_masked_accuracy"]
+        )
 
 
 def test_a_classifier_is_the_same_on_any_ranks(ranks, tmp_path):
@@ -126,12 +136,3 @@ def test_overlap_is_bitwise_the_same_as_none(ranks, tmp_path):
         e2e.train_in(ranks(2), config, tmp_path / name, plan=chosen)
         assert Plan.load(tmp_path / name / "plan.json").overlap is (name == "on")
     e2e.assert_same(tmp_path / "off", tmp_path / "on")
-
-
-def test_the_command_takes_a_plan_file(tmp_path):
-    config = e2e.settings(tmp_path / "config.yaml", train={"steps": 3})
-    Plan(Layout(dp_replicate=2), micro_batch=3, overlap=False, reason="by hand").save(tmp_path / "mine.json")
-    said = e2e.train(config, tmp_path / "run", "--plan", tmp_path / "mine.json").wait().out
-    assert "2 data-parallel ranks x 2 micro-steps x 3 rows" in said and "(by hand)" in said
-    assert Plan.load(tmp_path / "run" / "plan.json") == Plan.load(tmp_path / "mine.json")
-    assert e2e.column(tmp_path / "run", "step") == [1, 2, 3]

@@ -24,7 +24,7 @@ from meshwright.data.readers import documents, line_pieces, text_pieces
 from meshwright.data.sources import find
 from meshwright.errors import DataError
 
-ROWS = [{"text": "one"}, {"text": "zwei, \"drei\"\nvier"}, {"text": "训练 数据"}]
+ROWS = [{"text": "one"}, {"text": 'zwei, "drei"\nvier'}, {"text": "训练 数据"}]
 
 
 def texts(path: Path | str, **settings: str) -> list[str]:
@@ -80,7 +80,9 @@ def test_a_long_text_file_is_cut_at_blank_lines_only(tmp_path: Path) -> None:
     assert all(document.first and document.last for document in found)
     assert len(found) > 10
     assert all(document.text.endswith("\n\n\n") and len(document.text) >= readers.CUT for document in found[:-1])
-    assert [document.line for document in found] == [1 + 3 * sum(len(d.text) for d in found[:i]) // 1003 for i in range(len(found))]
+    assert [document.line for document in found] == [
+        1 + 3 * sum(len(d.text) for d in found[:i]) // 1003 for i in range(len(found))
+    ]
 
 
 @pytest.mark.parametrize(("text", "codec"), [("a", "utf-8"), ("训", "utf-8"), ("训", "gbk"), ("a b", "utf-8")])
@@ -122,7 +124,9 @@ def test_only_a_line_feed_ends_a_row(tmp_path: Path) -> None:
 def test_rows_survive_whatever_the_blocks(rows: list[str], ascii_only: bool, size: int) -> None:
     data = "".join(json.dumps({"text": row}, ensure_ascii=ascii_only) + "\n" for row in rows).encode()
     blocks = (data[i : i + size] for i in range(0, len(data), size))
-    found = [json.loads(line)["text"] for piece in line_pieces(blocks, "a", "utf-8") for line in piece.data.split(b"\n") if line]
+    found = [
+        json.loads(line)["text"] for piece in line_pieces(blocks, "a", "utf-8") for line in piece.data.split(b"\n") if line
+    ]
     assert found == rows
 
 
@@ -321,7 +325,10 @@ def test_the_chinese_corpus_is_read_where_its_packages_are(tmp_path: Path, monke
     made = {
         "manpages-zh": ("usr/share/man/zh_CN/man1/ls.1.gz", gzip.compress(MANUAL.encode())),
         "fortunes-zh": ("usr/share/games/fortunes/tang300", "\x1b[32m春眠\x1b[m\n不觉晓\n%\n床前\n".encode()),
-        "debian-reference-zh-cn": ("usr/share/debian-reference/debian-reference.zh-cn.txt.gz", gzip.compress("手册\n".encode())),
+        "debian-reference-zh-cn": (
+            "usr/share/debian-reference/debian-reference.zh-cn.txt.gz",
+            gzip.compress("手册\n".encode()),
+        ),
     }
     (tmp_path / "info").mkdir()
     for package, (name, data) in made.items():
@@ -331,7 +338,9 @@ def test_the_chinese_corpus_is_read_where_its_packages_are(tmp_path: Path, monke
     assert texts("embedded:zh") == ["名称\nls - 列出\n选项 -a\n", "春眠\n不觉晓", "床前\n", "手册\n"]
 
 
-MANUAL = '.\\" comment\n.de Sh\n.PP\n..\n.TH LS 1\n.SH 名称\nls \\- 列出\n.PP\n.B "选项"\n'.replace('.B "选项"', '选项 \\fB\\-a\\fP')
+MANUAL = '.\\" comment\n.de Sh\n.PP\n..\n.TH LS 1\n.SH 名称\nls \\- 列出\n.PP\n.B "选项"\n'.replace(
+    '.B "选项"', "选项 \\fB\\-a\\fP"
+)
 
 
 def test_results_do_not_depend_on_the_locale(tmp_path: Path) -> None:
@@ -342,7 +351,9 @@ def test_results_do_not_depend_on_the_locale(tmp_path: Path) -> None:
     )
     (tmp_path / "run.py").write_text(code, encoding="utf-8")
     for environment in ({"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}):
-        done = subprocess.run([sys.executable, tmp_path / "run.py"], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, tmp_path / "run.py"], env=environment, capture_output=True, text=True, check=True
+        )
         assert done.stdout == ascii(["训练 é"])
 
 

@@ -41,9 +41,7 @@ def test_a_trained_tokenizer_has_bytes_and_special_tokens(trained: Tokenizer) ->
 
 
 def test_training_is_repeatable_in_another_process(trained: Tokenizer) -> None:
-    code = (
-        f"from meshwright.data.tokenizer import Tokenizer\nprint(Tokenizer.train(iter({CORPUS!r}), 400).fingerprint)"
-    )
+    code = f"from meshwright.data.tokenizer import Tokenizer\nprint(Tokenizer.train(iter({CORPUS!r}), 400).fingerprint)"
     for threads in ("1", "2"):
         environment = {"RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": threads, "PYTHONPATH": ":".join(filter(None, sys.path))}
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -117,7 +115,9 @@ def test_special_tokens_come_from_the_files_beside_it(tmp_path: Path) -> None:
         "bos": None, "eos": 10, "pad": None, "mask": None, "cls": None, "sep": None, "unk": 0
     }  # fmt: skip
     (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "<x>", "bos_token": {"content": "<x>"}}')
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<y>"}, "pad_token": null, "mask_token": "gone"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<y>"}, "pad_token": null, "mask_token": "gone"}'
+    )
     loaded = Tokenizer.load(tmp_path)
     assert (loaded.bos, loaded.eos, loaded.pad, loaded.mask) == (5, 9, None, None)
     assert loaded.vocab_size == 11  # the largest id counts, not the number of tokens
@@ -137,7 +137,9 @@ def test_a_template_that_starts_with_bos_is_followed(tmp_path: Path) -> None:
     assert not Tokenizer.load(tmp_path / "other.json").adds_bos
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe", b'{"version": "1.0"}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"model": {"type": "BPE"}}', b"\xff\xfe", b'{"version": "1.0"}']
+)
 def test_a_broken_tokenizer_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataError, match=r"tokenizer\.json: not a tokenizer\.json"):
@@ -238,7 +240,11 @@ def test_the_sample_takes_a_share_of_every_file(tmp_path: Path) -> None:
         (tmp_path / f"{name}.txt").write_text(name * size * 1000)
     source = Source(path=str(tmp_path))
     assert [(text[0], len(text)) for text in sample_texts([source], 2**30)] == [("a", 400_000), ("b", 200_000), ("c", 200_000)]
-    assert [(text[0], len(text)) for text in sample_texts([source], 400_000)] == [("a", 200_000), ("b", 100_000), ("c", 100_000)]
+    assert [(text[0], len(text)) for text in sample_texts([source], 400_000)] == [
+        ("a", 200_000),
+        ("b", 100_000),
+        ("c", 100_000),
+    ]
 
 
 def test_a_sample_of_many_small_files_is_bounded(tmp_path: Path) -> None:

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.checkpoint import CheckpointStore, Piece
 from meshwright.cli import main
 from meshwright.config.schema import ModelConfig
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import CheckpointError
 from meshwright.export import hf
 from meshwright.models import build, initialize
 from meshwright.models.files import load_model, save_model
+from meshwright.runtime import trained
+from meshwright.runtime.trained import Trained
 from tests.unit import hf_models
 
 
@@ -65,32 +68,27 @@ def test_dtype(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Master weights of the newest whole checkpoint; the vocabulary is the one that the data gave."""
+# Mutation: token ids not taken from the tokenizer: transformers' generate would not know the end: red.
+def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
     run = tmp_path / "run"
-    config = ModelConfig(layers=2, width=32, heads=4, ffn=48, vocab=77, max_len=64)
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").touch()
+    tokenizer = Tokenizer.train(["a few words to learn from, a few words"] * 5, 280)
+    config = ModelConfig(layers=2, width=32, heads=4, ffn=48, vocab=tokenizer.vocab_size, max_len=64)
     model = build(config, "lm")
     initialize(model, 3, "cpu")
-    (run / "data" / "tokens").mkdir(parents=True)
-    (run / "data" / "tokens" / "tokenizer.json").write_text("{}")
-    (run / "config.yaml").write_text("model: {layers: 2, width: 32, heads: 4, ffn: 48, max_len: 64}\ndata: {seq_len: 64}\n")
-    with pytest.raises(Exception, match="has no whole checkpoint"):
-        hf.load_run(_with_checkpoints(run))
-    store = CheckpointStore(run / "checkpoints")
-    named = [*model.named_parameters()]
-    pieces = [Piece(f"model/{name}", p.detach(), tuple(p.shape), (0,) * p.dim()) for name, p in named]
-    moments = [Piece(f"optimizer/exp_avg/{name}", p.detach(), tuple(p.shape), (0,) * p.dim()) for name, p in named]
-    store.save(1, [*pieces, *moments], {}).wait()
-    store.close()
+    loaded = Trained(model, config, "lm", tokenizer, None, run)
+    monkeypatch.setattr(trained, "load_trained", lambda path: loaded if path == run else pytest.fail(str(path)))
     assert main(["convert", str(run), str(tmp_path / "theirs")]) == 0
     assert "to Hugging Face, llama, task lm" in capsys.readouterr().out
-    assert json.loads((tmp_path / "theirs" / "config.json").read_text())["vocab_size"] == 77
-    assert (tmp_path / "theirs" / "tokenizer.json").exists()
-
-
-def _with_checkpoints(run: Path) -> Path:
-    (run / "checkpoints").mkdir(exist_ok=True)
-    return run
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    assert (raw["eos_token_id"], raw["pad_token_id"]) == (tokenizer.eos, tokenizer.pad)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert theirs.encode("few words") == tokenizer.encode("few words")
+    with pytest.raises(CheckpointError, match="nothing here reads runs"):
+        hf.convert(run, tmp_path / "x")
 
 
 @pytest.mark.parametrize(

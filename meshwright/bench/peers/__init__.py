@@ -1,4 +1,4 @@
-"""Other tools on our workloads: which there are, and what each needs. One file a peer, started by torchrun with -m. No torch."""
+"""Other tools on our workloads: which there are, what each needs. One file a peer, started by torchrun with -m. No torch."""
 
 from __future__ import annotations
 

@@ -55,9 +55,17 @@ def parse(description: str | None, workloads: tuple[str, ...], *flags: str) -> J
     if not 0 < args.warm < args.steps:
         parser.error(f"--warm {args.warm} leaves no step of --steps {args.steps}; give 0 < warm < steps")
     workload = WORKLOADS[args.workload]
-    place = [int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))]
-    device = devices.rank_device(devices.pick(), place[1])
-    return Job(small(workload) if args.smoke else workload, args.steps, args.warm, args, *place, device)
+    rank, local_rank = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+    return Job(
+        workload=small(workload) if args.smoke else workload,
+        steps=args.steps,
+        warm=args.warm,
+        flags=args,
+        rank=rank,
+        local_rank=local_rank,
+        world=int(os.environ.get("WORLD_SIZE", 1)),
+        device=devices.rank_device(devices.pick(), local_rank),
+    )
 
 
 def small(workload: Workload) -> Workload:

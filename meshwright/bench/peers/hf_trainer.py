@@ -52,7 +52,7 @@ def hf_model(job: Job) -> torch.nn.Module:
         "attn_implementation": "sdpa",
     }
     if ours.arch == "encoder":
-        dropouts = {"hidden_dropout_prob": ours.dropout, "attention_probs_dropout_prob": ours.attention_dropout}
+        dropouts: dict[str, Any] = {"hidden_dropout_prob": ours.dropout, "attention_probs_dropout_prob": ours.attention_dropout}
         return BertForMaskedLM(BertConfig(**shape, **dropouts))
     rope = {"rope_type": "default", "rope_theta": ours.rope_theta}
     return LlamaForCausalLM(
@@ -88,7 +88,7 @@ def settings(job: Job, folder: str) -> Any:
         dataloader_pin_memory=not cpu,
         dataloader_drop_last=True,
         ddp_find_unused_parameters=False,
-        average_tokens_across_devices=False,  # every rank has as many targets; and BERT's loss comes out times the ranks with it
+        average_tokens_across_devices=False,  # ranks have equally many targets; with it BERT's loss is multiplied by the ranks
         report_to="none",
         save_strategy="no",
         logging_strategy="no",
@@ -118,7 +118,9 @@ def train(job: Job, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = settings(job, folder)
         torch.manual_seed(0)
-        Kept(model=hf_model(job), args=arguments, train_dataset=data, callbacks=[Clock()]).train()
+        with job.device:
+            model = hf_model(job)
+        Kept(model=model, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
     seconds = laps.seconds()[job.warm - 1 :]
     memory = devices.memory(job.device)
     record = figures(

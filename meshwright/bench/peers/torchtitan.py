@@ -2,8 +2,8 @@
 
 python -m torch.distributed.run --nproc-per-node N -m meshwright.bench.peers.torchtitan llama-1b [--smoke]
 
-Needs an accelerator: torchtitan has no CPU route. It trains on text, so random words, a tokenizer that knows them and a JSON file
-are made in a temporary folder. Its log lines carry tokens/s of a device over the last few steps and the reserved memory.
+Needs an accelerator: torchtitan has no CPU route. It trains on text, so a JSON file of random words and a tokenizer that knows
+them are made in a temporary folder. Its log lines carry tokens/s of a device over the last few steps and the reserved memory.
 Start it as a module: as a file it would hide the package of the same name.
 """
 
@@ -50,9 +50,7 @@ class LogLine:
 def parse_lines(text: str) -> list[LogLine]:
     """The progress lines of torchtitan's log, with or without colours; other lines are passed over."""
     found = _LINE.finditer(_ANSI.sub("", text))
-    return [
-        LogLine(int(m["step"]), float(m["loss"]), float(m["memory"]), float(m["tps"].replace(",", ""))) for m in found
-    ]
+    return [LogLine(int(m["step"]), float(m["loss"]), float(m["memory"]), float(m["tps"].replace(",", ""))) for m in found]
 
 
 def summarise(lines: list[LogLine], *, warm: int, rows: int, seq_len: int, world: int, peak_gib: float) -> dict[str, Any]:
@@ -174,7 +172,7 @@ def run(job: Job, folder: Path) -> list[LogLine]:
 
     llama.llama3_args["workload"] = llama.TransformerModelArgs(**shape(job))
     tee = Tee(sys.stdout)
-    with contextlib.redirect_stdout(tee):  # type: ignore[type-var]
+    with contextlib.redirect_stdout(tee):
         train_all(Trainer)
     return parse_lines("".join(tee.kept))
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.checkpoint.manifest import ITEM_BYTES, first_overlap
-from meshwright.distributed.piece import Piece
+from meshwright.distributed.piece import Piece, flat_pieces
 from meshwright.errors import Finding
 from meshwright.spec.box import Box
 
@@ -36,47 +36,6 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
 }
 """Torch dtype -> its name in a safetensors file."""
-
-
-def flat_pieces(name: str, flat: torch.Tensor, shape: Sequence[int], start: int, *, owner: bool = True) -> list[Piece]:
-    """Pieces for a run of elements of a logical tensor: `flat` [n] holds the elements start .. start+n in row-major order.
-
-    A run that begins or ends inside a row is no block, so it becomes a few (at most 2 x dimensions - 1), each a view of
-    `flat`: what sharded optimizer states need.
-    """
-    if flat.dim() != 1 or start < 0 or start + flat.numel() > math.prod(shape):
-        raise ValueError(f"{name}: {flat.numel()} elements from {start} do not lie in a tensor of shape {list(shape)}")
-    pieces, done = [], 0
-    for box in _runs(tuple(shape), start, start + flat.numel()):
-        view = flat[done : done + box.numel].view(box.shape)
-        pieces.append(Piece(name, view, tuple(shape), box.offset, owner))
-        done += box.numel
-    return pieces
-
-
-def _runs(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Blocks, in row-major order, that make up the elements start .. stop."""
-    if start >= stop:
-        return
-    if not shape:
-        yield Box((), ())
-        return
-    row = math.prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        yield from _row(shape, last, start - last * row, stop - last * row)
-        return
-    if start < first * row:
-        yield from _row(shape, first - 1, start - (first - 1) * row, row)
-    if first < last:
-        yield Box((first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))
-    if last * row < stop:
-        yield from _row(shape, last, 0, stop - last * row)
-
-
-def _row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    for box in _runs(shape[1:], start, stop):
-        yield Box((index, *box.offset), (1, *box.shape))
 
 
 @dataclass(frozen=True)

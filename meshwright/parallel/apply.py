@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,11 +16,14 @@ from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.precision import LossScaler, working_dtype
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.update import FlatOptimizer
+from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
 from meshwright.spec.layout import Layout
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 
 __all__ = ["Engine", "StepInfo", "parallelize"]
+
+MIB = 2**20
 
 
 def parallelize(
@@ -45,12 +50,10 @@ def parallelize(
     and hooks them, and whatever replaced a parameter after that would be trained by nobody.
     """
     _check(plan.layout, mesh)
-    axes = Axes.of(mesh)
+    axes = Axes.of(mesh, sharded=plan.layout.zero > 0)
     compile_blocks(model, plan.compile)
-    parameters = FlatParameters(
-        model, dtype=working_dtype(plan.precision), device=device, no_decay=optimizer.no_decay, table=table
-    )
-    gradients = Gradients(parameters, axes.data, bucket_bytes=plan.bucket_mib * 2**20, overlap=plan.overlap)
+    options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table}
+    parameters, gradients = _data_parallel(model, plan, mesh, axes, dtype=working_dtype(plan.precision), **options)
     return Engine(
         parameters,
         gradients,
@@ -61,9 +64,23 @@ def parallelize(
     )
 
 
-_NOT_YET = {
+def _data_parallel(
+    model: nn.Module, plan: Plan, mesh: DeviceMesh | None, axes: Axes, **options: Any
+) -> tuple[FlatParameters, Gradients]:
+    """Replicated (zero 0), or with optimizer states (1) and gradients (2) sharded over dp_shard."""
+    buckets: dict[str, Any] = {"bucket_bytes": plan.bucket_mib * MIB, "overlap": plan.overlap}
+    if not plan.layout.zero:
+        replicated = FlatParameters(model, **options)
+        return replicated, Gradients(replicated, axes.data, **buckets)
+    assert mesh is not None and axes.data is not None  # checked: dp_shard is at least 2
+    sharded = ShardedParameters(model, mesh.get_group("dp_shard"), **buckets, **options)
+    replicas = mesh.get_group("dp_replicate") if plan.layout.dp_replicate > 1 else None
+    kind = ShardedGradients if plan.layout.zero == 1 else StreamedGradients
+    return sharded, kind(sharded, axes.data, replicas, **buckets)
+
+
+NOT_YET = {
     "pp": "pipeline parallelism",
-    "dp_shard": "sharded data parallelism",
     "cp": "context parallelism",
     "tp": "tensor parallelism",
     "ep": "expert parallelism",
@@ -74,11 +91,16 @@ def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
     sizes = layout.to_dict()
     findings = [
         Finding(f"layout.{key}", f"{sizes[key]}, but {what} is not available", f"Use {key}: 1 and dp_replicate for the devices")
-        for key, what in _NOT_YET.items()
+        for key, what in NOT_YET.items()
         if sizes[key] != 1
     ]
-    if layout.zero:
-        findings.append(Finding("layout.zero", f"{layout.zero}, but ZeRO is not available", "Use zero: 0"))
+    if layout.zero == 3:
+        findings.append(Finding("layout.zero", "3, but sharded parameters are not available", "Use zero: 2"))
+    elif layout.zero and layout.dp_shard == 1:
+        findings.append(Finding("layout.zero", f"{layout.zero}, but dp_shard is 1", "Use zero: 0, or dp_shard for the devices"))
+    elif layout.dp_shard > 1 and not layout.zero:
+        what = f"{layout.dp_shard}, but zero is 0: nothing would be sharded"
+        findings.append(Finding("layout.dp_shard", what, "Use zero: 1 or 2, or dp_replicate for the devices"))
     named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
     wrong = [key for key, size in layout.axes if named.get(key, 1) != size]

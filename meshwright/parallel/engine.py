@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.distributed.piece import Piece
+from meshwright.distributed.mesh import DATA_AXES, AxisGroups
+from meshwright.distributed.piece import Piece, flat_pieces
 from meshwright.parallel.compile import compile_errors
-from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.flat import FlatParameters, Run
 from meshwright.parallel.norm import agree_any, agree_first, clip_coefficient, differing, digest, reduce_sum
 from meshwright.parallel.precision import LossScaler
 from meshwright.parallel.replicate import Gradients
@@ -36,10 +37,19 @@ class Axes:
     every: tuple[dist.ProcessGroup, ...] = ()
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Axes:
+    def of(cls, mesh: DeviceMesh | None, sharded: bool = False) -> Axes:
+        """sharded: ranks along dp_shard hold different ranges of the reduced gradient."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh.size(names.index(name)) > 1}
-        return cls(data=groups.get("dp_replicate"), every=tuple(groups.values()))
+        wide = [name for name in DATA_AXES if name in groups]
+        data = AxisGroups(mesh).over(*wide) if mesh is not None and wide else None
+        distinct = (groups["dp_shard"],) if sharded else ()
+        return cls(data=data, distinct=distinct, every=tuple(groups.values()))
+
+    @property
+    def alike(self) -> tuple[dist.ProcessGroup, ...]:
+        """One group an axis whose ranks hold the same elements."""
+        return tuple(group for group in self.every if group not in self.distinct)
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,8 @@ class Engine:
     @property
     def micro_square_norms(self) -> list[torch.Tensor]:
         """One 0-d square norm of a part of the gradient, loss scale removed: with several ranks of this rank's part, on
-        one rank of the first of several micro-steps. Empty without `measure_noise` or without parts.
+        one rank, and under ZeRO-2, of the first micro-step (`gradients.noise_of_one_micro_step`). Empty without
+        `measure_noise` or without parts.
 
         A part carries the step's division by the global number of targets: times targets / (targets of the part) it is
         the part's mean gradient.
@@ -114,8 +125,10 @@ class Engine:
         return [square / self._carried**2 for square in self.gradients.square_norms]
 
     def zero(self) -> None:
-        """Forgets the gradients. Call it before the first micro-step."""
+        """Forgets the gradients, and waits for new weights outside of `model.layers`, whose blocks wait for their own.
+        Call it before the first micro-step."""
         self.gradients.zero()
+        self.parameters.settle_shared()
         self._norm = None
         self._carried = self.loss_scale
 
@@ -142,9 +155,15 @@ class Engine:
 
         Every rank must call it, after `finish` and before `zero`; it waits for the device.
         """
-        flags = [torch.isfinite(slot.of(group.gradient)).all() for group, slot in self.parameters.each()]
-        bad = (~torch.stack(flags)).nonzero()
-        first = agree_first(int(bad[0, 0]) if bad.numel() else None, self.axes.every, bad.device)
+        place = {id(slot): number for number, slot in enumerate(self.parameters.slots)}
+        device = self.parameters.groups[0].device
+        bad = torch.full((), len(place), device=device)
+        for part in self.parameters.ranges:
+            for run in part.runs():
+                finite = torch.isfinite(run.of(part.gradient)).all()
+                bad = torch.where(finite, bad, bad.clamp(max=place[id(run.slot)]))
+        mine = int(bad)
+        first = agree_first(mine if mine < len(place) else None, self.axes.every, device)
         return None if first is None else self.parameters.slots[first].name
 
     def update(self, lr: float, clip: float) -> StepInfo:
@@ -165,7 +184,8 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside; nothing changes where none are kept."""
+        """The model computes with the averaged weights inside; nothing changes where none are kept. Under ZeRO every rank
+        must enter and leave it."""
         with self.optimizer.averaged():
             yield
 
@@ -173,37 +193,39 @@ class Engine:
     def masters(self) -> Iterator[nn.Module]:
         """The model's parameters are the masters inside, to be filled or overwritten in full precision; working weights
         and averages follow on leaving."""
-        for group, slot in self.parameters.each():
-            slot.parameter.data = slot.of(group.master)
-        try:
+        with self.parameters.masters():
             yield self.model
-        finally:
-            for group, slot in self.parameters.each():
-                slot.parameter.data = slot.of(group.working)
-        self.parameters.refresh()
         self.optimizer.restart_averages()
 
     def parameters_state(self) -> list[Piece]:
         """Everything that a checkpoint keeps of this rank, as live views: masters (`model/`), moments
         (`optimizer/exp_avg/`, ...), averages (`ema/`), frozen weights and persistent buffers (`model/`)."""
-        pieces = [Piece(name, tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in self._tensors()]
+        pieces = [
+            piece
+            for _, name, run, buffer in self._held()
+            for piece in flat_pieces(name, run.of(buffer), run.slot.shape, run.first)
+        ]
+        whole = [(name, parameter.detach()) for name, parameter in self.parameters.frozen.items()]
+        whole += [(slot.name, slot.parameter.detach()) for slot in self.parameters.slots if not slot.size]
+        pieces += [Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in whole]
         first = all(dist.get_rank(group) == 0 for group in self.axes.every)
         for name, tensor in self._buffers():  # statistics of a rank's own batches differ: one rank's are kept
             pieces.append(Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim(), owner=first))
         return pieces
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        kinds: list[tuple[str, list[torch.Tensor]]] = [("model", [group.master for group in self.parameters.groups])]
+    def _held(self) -> Iterator[tuple[int, str, Run, torch.Tensor]]:
+        """(number of its kind, name, run, buffer of its range) of masters, moments and averages on this rank."""
+        for number, (kind, buffers) in enumerate(self._kinds()):
+            for part, buffer in zip(self.parameters.ranges, buffers, strict=True):
+                for run in part.runs():
+                    if run.size:
+                        yield number, f"{kind}/{run.slot.name}", run, buffer
+
+    def _kinds(self) -> list[tuple[str, list[torch.Tensor]]]:
+        kinds = [("model", [part.master for part in self.parameters.ranges])]
         for name in self.optimizer.moments[0] if self.optimizer.moments else ():
             kinds.append((f"optimizer/{name}", [moments[name] for moments in self.optimizer.moments]))
-        if self.optimizer.averages:
-            kinds.append(("ema", self.optimizer.averages))
-        for kind, buffers in kinds:
-            for group, buffer in zip(self.parameters.groups, buffers, strict=True):
-                for slot in group.slots:
-                    yield f"{kind}/{slot.name}", slot.of(buffer)
-        for name, parameter in self.parameters.frozen.items():
-            yield f"model/{name}", parameter.detach()
+        return [*kinds, ("ema", self.optimizer.averages)] if self.optimizer.averages else kinds
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         kept = self.model.state_dict()
@@ -228,12 +250,20 @@ class Engine:
 
         Every rank must call it. Weights by their plain name, others as in `parameters_state`.
         """
-        names, digests = [], []
-        for name, tensor in [*self._working(), *self._tensors()]:
-            names.append(name.removeprefix("model/"))
-            digests.append(digest(tensor))
-        row = differing(torch.stack(digests), self.axes.every)
-        return None if row is None else names[row]
-
-    def _working(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((slot.name, slot.of(group.working)) for group, slot in self.parameters.each() if group.mixed)
+        self.parameters.settle()
+        whole = [(slot.name, slot.of(group.working)) for group, slot in self.parameters.each()]
+        whole += [(name, parameter.detach()) for name, parameter in self.parameters.frozen.items()]
+        row = differing(torch.stack([digest(tensor) for _, tensor in whole]), self.axes.every)
+        if row is not None:
+            return whole[row][0]
+        held, slots = list(self._held()), self.parameters.slots
+        digests = [digest(run.of(buffer)) for _, _, run, buffer in held]
+        row = differing(torch.stack(digests), self.axes.alike) if digests else None
+        # ranks that hold different ranges agree on one name by its place among all of them
+        place = {id(slot): number for number, slot in enumerate(slots)}
+        mine = None if row is None else held[row][0] * len(slots) + place[id(held[row][2].slot)]
+        first = agree_first(mine, self.axes.every, self.parameters.groups[0].device)
+        if first is None:
+            return None
+        kind, number = divmod(first, len(slots))
+        return f"{self._kinds()[kind][0]}/{slots[number].name}".removeprefix("model/")

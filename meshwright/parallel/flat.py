@@ -13,8 +13,10 @@ only another range, not another layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from torch import nn
 from meshwright.errors import Finding, LayoutError
 from meshwright.spec.parameters import Table
 
-__all__ = ["ALIGN_BYTES", "Bucket", "FlatParameters", "Group", "Slot", "decays", "master_dtype"]
+__all__ = ["ALIGN_BYTES", "Bucket", "FlatParameters", "Group", "Range", "Run", "Slot", "decays", "master_dtype"]
 
 ALIGN_BYTES = 128
 
@@ -56,8 +58,47 @@ class Slot:
         return buffer[self.start : self.start + self.size].view(self.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Elements [first, first + size) of a parameter, which lie at [start, start + size) of a range."""
+
+    slot: Slot
+    first: int
+    start: int
+    size: int
+
+    def of(self, buffer: torch.Tensor) -> torch.Tensor:
+        """These elements in a buffer of the range: 1-d."""
+        return buffer[self.start : self.start + self.size]
+
+
+class Range(Protocol):
+    """Elements that this rank updates: 1-d tensors of one size that share an element index. `mixed`: whether master and
+    working are two tensors."""
+
+    @property
+    def decay(self) -> bool: ...
+    @property
+    def mixed(self) -> bool: ...
+    @property
+    def master(self) -> torch.Tensor: ...
+    @property
+    def working(self) -> torch.Tensor: ...
+    @property
+    def gradient(self) -> torch.Tensor: ...
+    def buffer(self) -> torch.Tensor:
+        """A new zero buffer of its size in the dtype of the masters."""
+        ...
+
+    def runs(self) -> Iterator[Run]:
+        """What lies in it, gaps left out."""
+        ...
+
+
 class Group:
-    """Parameters that share dtype and decay, and their buffers."""
+    """Parameters that share dtype and decay, and their buffers. A `Range` where a rank updates every parameter."""
+
+    master: torch.Tensor
 
     def __init__(self, slots: list[Slot], size: int, *, decay: bool, dtype: torch.dtype, device: torch.device):
         self.slots = slots
@@ -66,8 +107,20 @@ class Group:
         self.dtype = dtype
         self.device = device
         self.working = torch.zeros(size, dtype=dtype, device=device)
-        self.master = self.working if master_dtype(dtype) == dtype else self.buffer()
         self._gradient: torch.Tensor | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self.master = self.buffer() if self.mixed else self.working
+
+    def fill(self, slot: Slot, values: torch.Tensor) -> None:
+        """Takes the values of one parameter, of any dtype."""
+        slot.of(self.master).copy_(values)
+        if self.mixed:
+            slot.of(self.working).copy_(slot.of(self.master))
+
+    def runs(self) -> Iterator[Run]:
+        return (Run(slot, 0, slot.start, slot.size) for slot in self.slots)
 
     def buffer(self) -> torch.Tensor:
         """A new zero buffer [size] in the dtype of the masters."""
@@ -89,7 +142,7 @@ class Group:
     @property
     def mixed(self) -> bool:
         """Whether the masters are other tensors than the weights that the model computes with."""
-        return self.master is not self.working
+        return master_dtype(self.dtype) != self.dtype
 
 
 @dataclass(eq=False)
@@ -111,13 +164,23 @@ class FlatParameters:
 
     model: on the device, or on meta; then buffers and frozen parameters come up uninitialised and trainable ones zero,
     to be filled inside `Engine.masters()`. A parameter that the model holds under several names is kept once, under the
-    canonical name of the table, else under the first one. Raises LayoutError where nothing can be trained.
+    canonical name of the table, else under the first one. ways: every bucket of `bucket_bytes` (see `buckets`) can be cut
+    into as many equal aligned pieces. Raises LayoutError where nothing can be trained.
     """
 
     def __init__(
-        self, model: nn.Module, *, dtype: torch.dtype, device: torch.device, no_decay: Iterable[str], table: Table | None
+        self,
+        model: nn.Module,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        no_decay: Iterable[str],
+        table: Table | None,
+        ways: int = 1,
+        bucket_bytes: int = 0,
     ):
         self.model = model
+        self._ways, self._bucket_bytes = ways, bucket_bytes
         every = _canonical(model, table)
         _check_kinds(every)
         words = tuple(no_decay)
@@ -142,21 +205,41 @@ class FlatParameters:
         self, members: list[tuple[str, int, nn.Parameter]], decay: bool, dtype: torch.dtype, device: torch.device
     ) -> Group:
         align = ALIGN_BYTES // dtype.itemsize
-        slots, end = [], 0
-        for name, index, parameter in members:
-            slots.append(Slot(name, index, parameter, parameter.shape, end, parameter.numel()))
-            end += -(-parameter.numel() // align) * align
-        group = Group(slots, end, decay=decay, dtype=dtype, device=device)
+        slots = [Slot(name, index, parameter, parameter.shape, 0, parameter.numel()) for name, index, parameter in members]
+        end, edges = 0, [0]
+        for run in _cut(slots, align, self._bucket_bytes // master_dtype(dtype).itemsize):
+            for slot in run:
+                slot.start = end
+                end += _aligned(slot.size, align)
+            end = _aligned(end, align * self._ways) if self._ways > 1 else end
+            edges.append(end)
+        group = self._new_group(slots, edges, decay, dtype, device)
         for slot in slots:
             if slot.parameter.is_meta:
                 slot.parameter = _replace(self.model, slot.parameter, slot.of(group.working))
                 continue
-            slot.of(group.master).copy_(slot.parameter.detach())
-            if group.mixed:
-                slot.of(group.working).copy_(slot.of(group.master))
+            group.fill(slot, slot.parameter.detach())
             slot.parameter.data = slot.of(group.working)  # frees the tensor it came with before the next one is copied
             slot.parameter.grad = None
         return group
+
+    def _new_group(self, slots: list[Slot], edges: list[int], decay: bool, dtype: torch.dtype, device: torch.device) -> Group:
+        """edges: where the buckets of `bucket_bytes` begin and end."""
+        return Group(slots, edges[-1], decay=decay, dtype=dtype, device=device)
+
+    @property
+    def ranges(self) -> Sequence[Range]:
+        """What this rank updates, in the order in which it should."""
+        return self.groups
+
+    def publish(self, updated: Range) -> None:
+        """Call it after the working weights of a range were changed; other ranks may compute with them."""
+
+    def settle(self) -> None:
+        """Waits until every published weight is here."""
+
+    def settle_shared(self) -> None:
+        """Waits for the published weights that no block of `model.layers` waits for."""
 
     def buckets(self, size_bytes: int) -> list[Bucket]:
         """Cuts the gradient buffers at parameter borders into ranges of at most `size_bytes` (or one larger parameter).
@@ -166,15 +249,10 @@ class FlatParameters:
         """
         out: list[Bucket] = []
         for group in self.groups:
-            limit = size_bytes // master_dtype(group.dtype).itemsize
-            run: list[Slot] = []
-            stop = group.size
-            for slot in reversed(group.slots):
-                if run and stop - slot.start > limit:
-                    out.append(Bucket(group, run, run[-1].start, stop))
-                    run, stop = [], run[-1].start
-                run.append(slot)
-            out.append(Bucket(group, run, run[-1].start, stop))
+            align = ALIGN_BYTES // group.dtype.itemsize
+            runs = _cut(group.slots, align, size_bytes // master_dtype(group.dtype).itemsize)
+            stops = [run[0].start for run in runs[1:]] + [group.size]
+            out += [Bucket(group, run[::-1], run[0].start, stop) for run, stop in zip(runs, stops, strict=True)]
         return sorted(out, key=lambda bucket: bucket.slots[-1].index, reverse=True)
 
     def each(self) -> Iterator[tuple[Group, Slot]]:
@@ -184,9 +262,42 @@ class FlatParameters:
 
     def refresh(self) -> None:
         """Working weights from the masters."""
-        for group in self.groups:
-            if group.mixed:
-                group.working.copy_(group.master)
+        for part in self.ranges:
+            if part.mixed:
+                part.working.copy_(part.master)
+            self.publish(part)
+        self.settle()
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        """The parameters of the model are whole masters inside; working weights follow on leaving."""
+        for group, slot in self.each():
+            slot.parameter.data = slot.of(group.master)
+        try:
+            yield
+        finally:
+            for group, slot in self.each():
+                slot.parameter.data = slot.of(group.working)
+        self.refresh()
+
+
+def _aligned(size: int, align: int) -> int:
+    return -(-size // align) * align
+
+
+def _cut(slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
+    """Runs of neighbours of at most `limit` elements (or one larger slot), filled from the last slot on: backward reaches it
+    first. Depends on the sizes alone, not on where the slots start."""
+    runs: list[list[Slot]] = []
+    room = 0
+    for slot in reversed(slots):
+        size = _aligned(slot.size, align)
+        if not runs or size > room:
+            runs.append([])
+            room = limit
+        runs[-1].append(slot)
+        room -= size
+    return [run[::-1] for run in reversed(runs)]
 
 
 def _canonical(model: nn.Module, table: Table | None) -> dict[str, nn.Parameter]:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.flat import FlatParameters, Group, Slot, master_dtype
+from meshwright.parallel.flat import Bucket, FlatParameters, Group, Slot, master_dtype
 from meshwright.parallel.norm import square_norm
 
 __all__ = ["Gradients"]
@@ -34,6 +34,9 @@ class Gradients:
     group: ranks that see different samples; None for one. overlap: reduce during the last backward, else after it (the
     same buckets in the same order, hence the same bits). Backward may run only inside `scope`, once each.
     """
+
+    _in_place = True
+    """Whether later micro-steps of full-precision weights may be added by autograd itself."""
 
     def __init__(self, parameters: FlatParameters, group: dist.ProcessGroup | None, *, bucket_bytes: int, overlap: bool):
         self.parameters = parameters
@@ -52,6 +55,8 @@ class Gradients:
         self._scopes = 0
         self._open = self._last = False
         self._settled = False
+        self._at_once = overlap
+        """Whether a bucket is started as soon as it is full."""
         for owner, slot in parameters.each():
             slot.parameter.register_post_accumulate_grad_hook(self._hook(owner, slot))
 
@@ -62,14 +67,20 @@ class Gradients:
             raise MeshwrightError("a backward scope inside another, or after the last one of the step: call zero() first")
         self._open, self._last = True, last
         self._scopes += 1
-        if self._scopes == 1:
-            for group in self.parameters.groups:
-                group.use_gradient(group.dtype if last and self.group is None else master_dtype(group.dtype))
+        self._begin(last)
         self._missing = [{id(slot) for slot in bucket.slots} for bucket in self.buckets]
         try:
             yield
         finally:
             self._open = False
+        self._end(last)
+
+    def _begin(self, last: bool) -> None:
+        if self._scopes == 1:
+            for group in self.parameters.groups:
+                group.use_gradient(group.dtype if last and self.group is None else master_dtype(group.dtype))
+
+    def _end(self, last: bool) -> None:
         alone = self.group is None and self._scopes == 1 and not last
         if last or (alone and self.measure_noise):
             self._zero_untouched()
@@ -86,9 +97,7 @@ class Gradients:
             return
         with wait():
             self._launch(len(self.buckets))
-            for work in self._work:
-                work.wait()
-        self._work = []
+            self._complete()
         if self.overlap and not self._settled:
             self._settle()
 
@@ -103,7 +112,12 @@ class Gradients:
 
     def square(self) -> torch.Tensor:
         """Sum of squares of all gradients held here, loss scale included: 0-d."""
-        return torch.stack([square_norm(group.gradient) for group in self.parameters.groups]).sum()
+        return torch.stack([square_norm(part.gradient) for part in self.parameters.ranges]).sum()
+
+    @property
+    def noise_of_one_micro_step(self) -> bool:
+        """Whether `square_norms` are of one micro-step, not of all that this rank did."""
+        return self.group is None
 
     def _hook(self, group: Group, slot: Slot) -> Callable[[torch.Tensor], None]:
         def arrived(parameter: torch.Tensor) -> None:
@@ -118,26 +132,34 @@ class Gradients:
         assert gradient is not None  # autograd has just set it
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        view = slot.of(group.gradient)
+        view = self._view(group, slot)
         if gradient.data_ptr() != view.data_ptr():  # else autograd has added in place
             if slot.touched:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = view if view.dtype == parameter.dtype else None
+            parameter.grad = view if self._in_place and view.dtype == parameter.dtype else None
         slot.touched = True
-        if self._last:
+        if self._reducing:
             self._count(slot)
+
+    def _view(self, group: Group, slot: Slot) -> torch.Tensor:
+        """Where the gradient of a parameter is summed over micro-steps."""
+        return slot.of(group.gradient)
+
+    def _source(self, bucket: Bucket) -> torch.Tensor:
+        """What is reduced for a bucket."""
+        return bucket.gradient
 
     def _count(self, slot: Slot) -> None:
         missing = self._missing[self._bucket[id(slot)]]
         if id(slot) not in missing:
             raise MeshwrightError(
-                f"{slot.name} got a second gradient in the last micro-step: run one backward a scope, and recompute with "
+                f"{slot.name} got a second gradient in one micro-step: run one backward a scope, and recompute with "
                 "use_reentrant=False"
             )
         missing.remove(id(slot))
-        if self.overlap:
+        if self._at_once:
             ready = self._launched
             while ready < len(self.buckets) and not self._missing[ready]:
                 ready += 1
@@ -146,20 +168,35 @@ class Gradients:
     def _zero_untouched(self) -> None:
         for group, slot in self.parameters.each():
             if not slot.touched:
-                slot.of(group.gradient).zero_()
+                self._view(group, slot).zero_()
                 slot.touched = True
 
     def _launch(self, stop: int) -> None:
         """Starts the reduction of the buckets before `stop` that have not been started."""
         if self.group is None:
             return
-        if self.overlap:
+        if self._at_once:
             self._measure(stop)
         for bucket in self.buckets[self._launched : stop]:
-            work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
-            assert work is not None  # asynchronous, on a group that this rank is in
-            self._work.append(work)
+            self._reduce(bucket)
         self._launched = max(stop, self._launched)
+
+    @property
+    def _reducing(self) -> bool:
+        """Whether the buckets of the present micro-step are reduced."""
+        return self._last
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Starts the reduction of one bucket."""
+        work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
+        assert work is not None  # asynchronous, on a group that this rank is in
+        self._work.append(work)
+
+    def _complete(self) -> None:
+        """Waits for everything that was started."""
+        for work in self._work:
+            work.wait()
+        self._work = []
 
     def _settle(self) -> None:
         """After the first step: buckets that some rank did not complete, because the model leaves a parameter unused, go
@@ -179,5 +216,5 @@ class Gradients:
     def _measure(self, stop: int) -> None:
         """Adds the square norms of the buckets that `_launch(stop)` is about to reduce."""
         for bucket in self.buckets[self._launched : stop] if self.measure_noise else ():
-            part = square_norm(bucket.gradient)
+            part = square_norm(self._source(bucket))
             self.square_norms = [self.square_norms[0] + part] if self.square_norms else [part]

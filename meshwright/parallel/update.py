@@ -9,7 +9,7 @@ import torch
 
 from meshwright.config.schema import OptimizerConfig
 from meshwright.kernels.adamw import adamw_, sgd_
-from meshwright.parallel.flat import FlatParameters, Group
+from meshwright.parallel.flat import FlatParameters, Range
 
 __all__ = ["FlatOptimizer"]
 
@@ -30,8 +30,8 @@ class FlatOptimizer:
         self.parameters = parameters
         self.ema = ema
         names = ("exp_avg", "exp_avg_sq") if config.kind == "adamw" else ("momentum",) if config.momentum else ()
-        self.moments = [{name: group.buffer() for name in names} for group in parameters.groups]
-        self.averages = [group.master.clone() for group in parameters.groups] if ema else []
+        self.moments = [{name: part.buffer() for name in names} for part in parameters.ranges]
+        self.averages = [part.master.clone() for part in parameters.ranges] if ema else []
         self._updates = torch.zeros((), dtype=torch.int64, device=parameters.groups[0].device)
 
     @property
@@ -46,15 +46,17 @@ class FlatOptimizer:
     def step(self, lr: float, scale: torch.Tensor, skip: torch.Tensor) -> None:
         """One update from gradient * scale. Where the 0-d bool `skip` is true nothing changes, not one bit."""
         step = self._updates + 1
-        for group, moments in zip(self.parameters.groups, self.moments, strict=True):
-            self._update(group, moments, lr, step, scale, skip)
-        for group, average in zip(self.parameters.groups, self.averages, strict=False):
-            average.lerp_(group.master, ((1.0 - self.ema) * ~skip).to(average.dtype))
+        self.parameters.settle()
+        for part, moments in zip(self.parameters.ranges, self.moments, strict=True):
+            self._update(part, moments, lr, step, scale, skip)
+            self.parameters.publish(part)
+        for part, average in zip(self.parameters.ranges, self.averages, strict=False):
+            average.lerp_(part.master, ((1.0 - self.ema) * ~skip).to(average.dtype))
         self._updates += ~skip
 
     def _update(
         self,
-        group: Group,
+        part: Range,
         moments: dict[str, torch.Tensor],
         lr: float,
         step: torch.Tensor,
@@ -62,12 +64,12 @@ class FlatOptimizer:
         skip: torch.Tensor,
     ) -> None:
         config = self.config
-        decay = config.weight_decay if group.decay else 0.0
-        working = group.working if group.mixed else None
+        decay = config.weight_decay if part.decay else 0.0
+        working = part.working if part.mixed else None
         if config.kind == "adamw":
             adamw_(
-                group.master,
-                group.gradient,
+                part.master,
+                part.gradient,
                 moments["exp_avg"],
                 moments["exp_avg_sq"],
                 lr=lr,
@@ -82,8 +84,8 @@ class FlatOptimizer:
             )
         else:
             sgd_(
-                group.master,
-                group.gradient,
+                part.master,
+                part.gradient,
                 moments.get("momentum"),
                 lr=lr,
                 momentum=config.momentum,
@@ -95,8 +97,8 @@ class FlatOptimizer:
 
     def restart_averages(self) -> None:
         """The average starts again from the present weights."""
-        for group, average in zip(self.parameters.groups, self.averages, strict=False):
-            average.copy_(group.master)
+        for part, average in zip(self.parameters.ranges, self.averages, strict=False):
+            average.copy_(part.master)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -108,11 +110,14 @@ class FlatOptimizer:
             self._swap(back=True)
 
     def _swap(self, back: bool = False) -> None:
-        for group, average in zip(self.parameters.groups, self.averages, strict=False):
-            if group.mixed:
-                group.working.copy_(group.master if back else average)
+        self.parameters.settle()
+        for part, average in zip(self.parameters.ranges, self.averages, strict=False):
+            if part.mixed:
+                part.working.copy_(part.master if back else average)
             else:
-                for a, b in zip(group.master.split(_EXCHANGE), average.split(_EXCHANGE), strict=True):
+                for a, b in zip(part.master.split(_EXCHANGE), average.split(_EXCHANGE), strict=True):
                     kept = a.clone()
                     a.copy_(b)
                     b.copy_(kept)
+            self.parameters.publish(part)
+        self.parameters.settle()

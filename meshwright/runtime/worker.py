@@ -20,7 +20,7 @@ from meshwright.data.dataset import Dataset
 from meshwright.data.loader import Loader
 from meshwright.distributed import device as devices
 from meshwright.distributed.environment import World, read_world
-from meshwright.distributed.mesh import build_mesh
+from meshwright.distributed.mesh import build_mesh, data_rank
 from meshwright.distributed.reduce import broadcast_json
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
@@ -102,7 +102,7 @@ def build_context(
     """Mesh, model, engine, recorder, then the weights: new ones, or those of a checkpoint."""
     lead = ranks.rank == 0
     mesh = build_mesh(plan.layout, ranks.device.type)
-    data_rank = mesh.get_local_rank("dp_replicate")
+    place, _ = data_rank(mesh)
     budget = total_steps(config.train, data.train.rows, config.data.seq_len)
     objective = make_objective(config.objective, config.model.classes or 0)
 
@@ -138,7 +138,7 @@ def build_context(
         objective.task,
         peak=_peak(ranks, config),
         world=ranks.size,
-        parts=plan.layout.dp if plan.layout.dp > 1 else plan.accumulation(config.train.batch),
+        parts=plan.layout.dp * (plan.accumulation(config.train.batch) if engine.gradients.noise_of_one_micro_step else 1),
         device=ranks.device,
         noise=NoiseScale(),
     )
@@ -154,7 +154,7 @@ def build_context(
 
     def loader(dataset, tail: str) -> Loader:
         made = Loader(
-            dataset, dp_rank=data_rank, dp_world=plan.layout.dp, micro_batch=plan.micro_batch, prefetch=prefetch, tail=tail
+            dataset, dp_rank=place, dp_world=plan.layout.dp, micro_batch=plan.micro_batch, prefetch=prefetch, tail=tail
         )
         stack.callback(made.close)
         return made
@@ -164,7 +164,7 @@ def build_context(
         plan=plan,
         ranks=ranks,
         device=ranks.device,
-        data_rank=data_rank,
+        data_rank=place,
         engine=engine,
         objective=objective,
         train_loader=loader(data.train, config.train.tail),

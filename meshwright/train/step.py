@@ -76,9 +76,9 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
 
 
 def _part_square(run: Context, data: StepData, agreed: Agreed) -> torch.Tensor | float:
-    """Square norm of the mean gradient of this rank's rows (on one rank: of its first micro-step's); NaN if not measured."""
+    """Square norm of the mean gradient of this rank's rows (or of its first micro-step's); NaN if not measured."""
     squares = run.engine.micro_square_norms
-    targets = data.targets if run.plan.layout.dp > 1 else data.micro[0].targets()
+    targets = data.micro[0].targets() if run.engine.gradients.noise_of_one_micro_step else data.targets
     if not squares or not targets:
         return math.nan
     return squares[0].double() * (agreed.targets / targets) ** 2

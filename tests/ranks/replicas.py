@@ -13,10 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
-from meshwright.parallel import norm, replicate
+from meshwright.parallel import apply, norm, replicate
 from meshwright.parallel.apply import Engine, parallelize
-from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.precision import working_dtype
+from meshwright.spec.box import Box
 from meshwright.spec.layout import Layout
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
@@ -100,6 +100,8 @@ class Job:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(weight_decay=0.3))
     mutation: str = ""
+    layout: Layout | None = None
+    """Data parallel over `world` where there is none."""
 
 
 @dataclass
@@ -116,12 +118,11 @@ class Outcome:
 
 
 def build(job: Job, model: nn.Module | None = None) -> Engine:
-    layout = Layout(dp_replicate=job.world)
-    buckets = FlatParameters.buckets
-    with mock.patch.object(FlatParameters, "buckets", lambda self, _: buckets(self, job.bucket_bytes)):  # a MiB holds it all
+    layout = job.layout or Layout(dp_replicate=job.world)
+    with mock.patch.object(apply, "MIB", job.bucket_bytes):  # a MiB would hold it all
         return parallelize(
             make_model() if model is None else model,
-            plan=Plan(layout=layout, precision=job.precision, overlap=job.overlap, compile=job.compile),
+            plan=Plan(layout=layout, precision=job.precision, overlap=job.overlap, compile=job.compile, bucket_mib=1),
             mesh=layout_mesh(layout) if job.world > 1 else None,
             table=TIES,
             optimizer=job.optimizer,
@@ -156,7 +157,7 @@ def one_step(engine: Engine, job: Job, rank: int, step: int, out: Outcome) -> No
     engine.zero()
     scale, total = engine.loss_scale, 0.0
     planted = _plant(engine, job, rank, step)
-    parts = list(zip(tokens[mine].chunk(job.accumulation), labels[mine].chunk(job.accumulation), strict=True))
+    parts = list(zip(tokens[mine].tensor_split(job.accumulation), labels[mine].tensor_split(job.accumulation), strict=True))
     for number, (part, label) in enumerate(parts):
         loss = loss_sum(engine.model, part, label)
         total += float(loss.detach())
@@ -166,8 +167,7 @@ def one_step(engine: Engine, job: Job, rank: int, step: int, out: Outcome) -> No
     if planted is not None:
         planted.remove()
     if step == 0:
-        for group, slot in engine.parameters.each():
-            out.gradients[slot.name] = slot.of(group.gradient).to(group.master.dtype) / scale
+        out.gradients = {name: gradient / scale for name, gradient in whole_gradients(engine).items()}
     culprit = engine.nonfinite_parameter()
     out.noise.append(sum(float(square) for square in engine.micro_square_norms))
     info = engine.update(job.lr, job.clip)
@@ -221,7 +221,41 @@ def oracle(job: Job) -> Outcome:
 
 
 def _copy(engine: Engine) -> dict[str, torch.Tensor]:
-    return {piece.name: piece.tensor.clone() for piece in engine.parameters_state()}
+    """What a checkpoint would keep, whole on every rank."""
+    whole: dict[str, torch.Tensor] = {}
+    for kind, buffers in engine._kinds():
+        for slot in engine.parameters.slots:
+            whole[f"{kind}/{slot.name}"] = torch.zeros(slot.shape, dtype=buffers[0].dtype)
+    seen = {name: torch.zeros(values.shape, dtype=torch.int32) for name, values in whole.items()}
+    for piece in engine.parameters_state():
+        if piece.name not in whole:  # frozen, or a buffer
+            whole[piece.name] = piece.tensor.clone()
+            continue
+        place = piece.box.inside(Box.whole(piece.shape))
+        whole[piece.name][place] = piece.tensor
+        seen[piece.name][place] += 1
+    for name, count in seen.items():
+        for group in engine.axes.distinct:
+            dist.all_reduce(whole[name], group=group)
+            dist.all_reduce(count, group=group)
+        assert bool((count == 1).all()), f"{name}: an element is not held exactly once"
+    return whole
+
+
+def whole_gradients(engine: Engine) -> dict[str, torch.Tensor]:
+    """Reduced gradients, whole on every rank, in the dtype of the masters."""
+    out = {slot.name: torch.zeros(slot.size, dtype=_dtype(engine)) for slot in engine.parameters.slots}
+    for part in engine.parameters.ranges:
+        for run in part.runs():
+            out[run.slot.name][run.first : run.first + run.size] = run.of(part.gradient)
+    for values in out.values():
+        for group in engine.axes.distinct:
+            dist.all_reduce(values, group=group)
+    return {slot.name: out[slot.name].view(slot.shape) for slot in engine.parameters.slots}
+
+
+def _dtype(engine: Engine) -> torch.dtype:
+    return engine.parameters.ranges[0].master.dtype
 
 
 def _plant(engine: Engine, job: Job, rank: int, step: int) -> Any:

@@ -1,0 +1,362 @@
+"""ZeRO-1 and ZeRO-2 (arXiv:1910.02054): every rank computes with whole weights, and updates one range of them.
+
+The buckets of the flat buffers are cut into as many equal pieces as `dp_shard` has ranks; rank r keeps master, moments and
+average of piece r of every bucket, and nothing of them beside it. With P trainable parameters, N = dp_shard, R =
+dp_replicate, w bytes a weight, g = max(w, 4) bytes a summed gradient and M micro-steps, a rank holds and sends a step:
+
+                      gradients held      reduce-scatter          all-reduce of the piece      all-gather of weights
+    data parallel     g P                 -                       2 (D-1)/D g P, D = R         -
+    ZeRO-1            g P                 (N-1)/N g P             2 (R-1)/R g P / N            (N-1)/N w P
+    ZeRO-2            g P / N + staging   M (N-1)/N g P           2 (R-1)/R g P / N            (N-1)/N w P
+
+in one message a bucket each (ZeRO-2: M reduce-scatters a bucket). A bucket's piece goes on to the replicas while the buckets
+behind it are reduced. ZeRO-2 fills a buffer a bucket, reduces it as soon as it is full, adds the piece to the rank's range
+and gives the buffer back (section 5.2 of the paper); a micro-step reduces every bucket, which is what accumulation costs.
+
+Updated pieces are gathered into the weights in the order in which forward needs them: those outside of `model.layers` before
+`Engine.zero` returns, a block's before the block runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.compat import all_gather_single, reduce_scatter_single
+from meshwright.parallel.flat import Bucket, FlatParameters, Group, Range, Run, Slot, master_dtype
+from meshwright.parallel.replicate import Gradients
+
+__all__ = ["Part", "ShardedGradients", "ShardedParameters", "StreamedGradients"]
+
+LAG = 2
+"""Reductions under way before the oldest is waited for: enough to keep a link busy, few enough to bound what is staged."""
+
+
+class Part:
+    """This rank's piece of one bucket: elements [start, start + size) of its group. A `Range`."""
+
+    def __init__(self, group: Group, begin: int, end: int, rank: int, ways: int):
+        self.group = group
+        self.begin, self.end = begin, end
+        self.size = (end - begin) // ways
+        self.start = begin + rank * self.size
+        self.decay, self.mixed = group.decay, group.mixed
+        self.working = self.piece(group.working)
+        self.master = self.buffer() if self.mixed else self.working
+        self._own: torch.Tensor | None = None
+
+    def piece(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Its elements in a buffer of the group."""
+        return buffer[self.start : self.start + self.size]
+
+    def whole(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The bucket's elements in a buffer of the group."""
+        return buffer[self.begin : self.end]
+
+    def buffer(self) -> torch.Tensor:
+        return torch.zeros(self.size, dtype=master_dtype(self.group.dtype), device=self.group.device)
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        return self.piece(self.group.gradient) if self._own is None else self._own
+
+    def own_gradient(self) -> torch.Tensor:
+        """From now on the gradient is a buffer of this piece alone, not a view of the group's."""
+        if self._own is None:
+            self._own = self.buffer()
+        return self._own
+
+    def runs(self) -> Iterator[Run]:
+        stop = self.start + self.size
+        for slot in self.group.slots:
+            first, last = max(slot.start, self.start), min(slot.start + slot.size, stop)
+            if first < last:
+                yield Run(slot, first - slot.start, first - self.start, last - first)
+
+
+class ShardedGroup(Group):
+    """A group whose masters exist in parts only."""
+
+    def __init__(self, slots: list[Slot], edges: list[int], rank: int, ways: int, **kind: Any):
+        self._share = (edges, rank, ways)
+        super().__init__(slots, edges[-1], **kind)
+
+    def _allocate(self) -> None:
+        edges, rank, ways = self._share
+        self.parts = [Part(self, begin, end, rank, ways) for begin, end in itertools.pairwise(edges)]
+
+    def fill(self, slot: Slot, values: torch.Tensor) -> None:
+        slot.of(self.working).copy_(values)
+        flat = values.reshape(-1)
+        for part in self.parts:
+            for run in part.runs():
+                if run.slot is slot:
+                    run.of(part.master).copy_(flat[run.first : run.first + run.size])
+
+
+class ShardedParameters(FlatParameters):
+    """Flat parameters of which this rank updates its pieces. group: the ranks along dp_shard.
+
+    overlap: forward waits for new weights where it needs them, else they are waited for at once; the same bits.
+    """
+
+    groups: list[ShardedGroup]  # type: ignore[assignment]  # all that `_new_group` makes here
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, bucket_bytes: int, overlap: bool, **options: Any):
+        self.group = group
+        self.overlap = overlap
+        self._under_way: dict[Part, dist.Work] = {}
+        super().__init__(model, ways=group.size(), bucket_bytes=bucket_bytes, **options)
+        self._shared, self._blocks = self._users()
+        inside = [part for parts in self._blocks.values() for part in parts]
+        self._order = list(dict.fromkeys([*self._shared, *inside]))
+        self._hook_forward()
+
+    @property
+    def parts(self) -> list[Part]:
+        return [part for group in self.groups for part in group.parts]
+
+    @property
+    def ranges(self) -> Sequence[Part]:
+        """In the order in which forward needs their weights."""
+        return self._order
+
+    def publish(self, updated: Range) -> None:
+        """Starts gathering a piece's weights from all ranks. Collective, in the order of `ranges`."""
+        assert isinstance(updated, Part)  # `ranges` has no others
+        target = updated.whole(updated.group.working)
+        work = all_gather_single(target, updated.working, group=self.group, async_op=True)
+        assert work is not None  # asynchronous, on a group that this rank is in
+        self._under_way[updated] = work
+        if not self.overlap:
+            self.settle()
+
+    def settle(self) -> None:
+        self._wait(list(self._under_way))
+
+    def settle_shared(self) -> None:
+        self._wait(self._shared)
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        """Whole masters are gathered for the time inside: g P bytes a rank, the size of a data-parallel gradient."""
+        self.settle()
+        whole = {id(group): self._gather(group) for group in self.groups}
+        for group, slot in self.each():
+            slot.parameter.data = slot.of(whole[id(group)])
+        try:
+            yield
+        finally:
+            for group, slot in self.each():
+                slot.parameter.data = slot.of(group.working)
+        for part in self.parts:
+            if part.mixed:
+                part.master.copy_(part.piece(whole[id(part.group)]))
+        self.refresh()
+
+    def _gather(self, group: ShardedGroup) -> torch.Tensor:
+        if not group.mixed:
+            return group.working
+        whole = group.buffer()
+        for part in group.parts:
+            all_gather_single(part.whole(whole), part.master, group=self.group)
+        return whole
+
+    def _wait(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            if part in self._under_way:
+                self._under_way.pop(part).wait()
+
+    def _users(self) -> tuple[list[Part], dict[nn.Module, list[Part]]]:
+        """Parts with a weight that something outside of `model.layers` uses, and those of each block that have none."""
+        layers = getattr(self.model, "layers", None)
+        blocks = list(layers) if isinstance(layers, nn.ModuleList) else []
+        weights = {block: {id(parameter) for parameter in block.parameters()} for block in blocks}
+        within = {module for block in blocks for module in block.modules()}
+        elsewhere = (module for module in self.model.modules() if module not in within)
+        outside = {id(parameter) for module in elsewhere for parameter in module.parameters(recurse=False)}
+        shared: list[Part] = []
+        used: dict[nn.Module, list[Part]] = {block: [] for block in blocks}
+        for part in self.parts:
+            members = {id(s.parameter) for s in part.group.slots if part.begin <= s.start < part.end}
+            if members & outside:
+                shared.append(part)
+                continue
+            for block in blocks:
+                if members & weights[block]:
+                    used[block].append(part)
+        return shared, used
+
+    def _hook_forward(self) -> None:
+        for block, parts in self._blocks.items():
+            block.register_forward_pre_hook(lambda module, inputs, parts=parts: self._wait(parts))
+        self.model.register_state_dict_pre_hook(lambda *_: self.settle())
+
+    def _new_group(
+        self, slots: list[Slot], edges: list[int], decay: bool, dtype: torch.dtype, device: torch.device
+    ) -> ShardedGroup:
+        return ShardedGroup(slots, edges, self.group.rank(), self.group.size(), decay=decay, dtype=dtype, device=device)
+
+
+class ShardedGradients(Gradients):
+    """ZeRO-1: whole gradients, reduce-scattered in place in the last micro-step; a rank then owns its pieces of the sum.
+
+    data: all ranks that see different samples. replicas: those that own the same pieces; None for one.
+    """
+
+    def __init__(
+        self,
+        parameters: ShardedParameters,
+        data: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None,
+        *,
+        bucket_bytes: int,
+        overlap: bool,
+    ):
+        super().__init__(parameters, data, bucket_bytes=bucket_bytes, overlap=overlap)
+        self.shards = parameters.group
+        self.replicas = replicas
+        self._parts = {(id(part.group), part.begin): part for part in parameters.parts}
+        self._started: list[tuple[dist.Work, Part]] = []
+
+    def _part(self, bucket: Bucket) -> Part:
+        return self._parts[id(bucket.group), bucket.start]
+
+    def _reduce(self, bucket: Bucket) -> None:
+        part = self._part(bucket)
+        self._started.append((self._scatter(part.gradient, bucket.gradient), part))
+        if self.replicas is not None and len(self._started) > LAG:
+            self._pass_on()
+
+    def _scatter(self, output: torch.Tensor, whole: torch.Tensor) -> dist.Work:
+        work = reduce_scatter_single(output, whole, group=self.shards, async_op=True)
+        assert work is not None  # asynchronous, on a group that this rank is in
+        return work
+
+    def _pass_on(self) -> None:
+        """Waits for the oldest reduction and starts the sum of its piece over the replicas."""
+        work, part = self._started.pop(0)
+        work.wait()
+        self._sum_replicas(part)
+
+    def _sum_replicas(self, part: Part) -> None:
+        if self.replicas is not None:
+            work = dist.all_reduce(part.gradient, group=self.replicas, async_op=True)
+            assert work is not None
+            self._work.append(work)
+
+    def _complete(self) -> None:
+        while self._started:
+            self._pass_on()
+        super()._complete()
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    """A bucket on its way. piece: where its sum arrives, to be added to the part; None: in the part's own buffer. last:
+    whether the step's sum is then whole."""
+
+    work: dist.Work
+    part: Part
+    bucket: torch.Tensor
+    piece: torch.Tensor | None
+    last: bool
+
+
+class StreamedGradients(ShardedGradients):
+    """ZeRO-2: a rank keeps the sum of its own pieces; a bucket exists from its first gradient until it is reduced.
+
+    Without overlap a bucket is waited for as soon as it is started: keeping all until the end would be no ZeRO-2.
+    """
+
+    _in_place = False
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self._at_once = True
+        self._staged: dict[Bucket, torch.Tensor] = {}
+        self._flying: list[_Flight] = []
+
+    @property
+    def staged_bytes(self) -> int:
+        """What lies in buckets that are being filled or reduced."""
+        return sum(buffer.nbytes for buffer in [*self._staged.values(), *(flight.bucket for flight in self._flying)])
+
+    @property
+    def noise_of_one_micro_step(self) -> bool:
+        return True
+
+    @property
+    def _reducing(self) -> bool:
+        return True
+
+    def finish(self, wait: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+        super().finish(wait)
+        if not self._settled:
+            self._settle()
+
+    def _begin(self, last: bool) -> None:
+        self._launched = 0
+        for slot in self.parameters.slots:
+            slot.touched = False
+
+    def _end(self, last: bool) -> None:
+        self._zero_untouched()
+        self._launch(len(self.buckets))
+
+    def _view(self, group: Group, slot: Slot) -> torch.Tensor:
+        bucket = self.buckets[self._bucket[id(slot)]]
+        if bucket not in self._staged:
+            self._staged[bucket] = self._stage(bucket)
+        start = slot.start - bucket.start
+        return self._staged[bucket][start : start + slot.size].view(slot.shape)
+
+    def _stage(self, bucket: Bucket) -> torch.Tensor:
+        """A buffer for a bucket with zeros in the gaps, which are summed like everything else."""
+        group = bucket.group
+        buffer = torch.empty(bucket.stop - bucket.start, dtype=master_dtype(group.dtype), device=group.device)
+        stop = bucket.stop
+        for slot in bucket.slots:  # from the last one on
+            end = slot.start + slot.size
+            if end < stop:
+                buffer[end - bucket.start : stop - bucket.start].zero_()
+            stop = slot.start
+        return buffer
+
+    def _source(self, bucket: Bucket) -> torch.Tensor:
+        return self._staged[bucket]
+
+    def _measure(self, stop: int) -> None:
+        if self._scopes == 1:
+            super()._measure(stop)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        part, buffer = self._part(bucket), self._staged.pop(bucket)
+        piece = None
+        if self._scopes > 1:  # the sum of the micro-steps before is in the part's own buffer
+            piece = buffer[self.shards.rank() * part.size :][: part.size]
+        work = self._scatter(part.own_gradient() if piece is None else piece, buffer)
+        self._flying.append(_Flight(work, part, buffer, piece, self._last))
+        while len(self._flying) > (LAG if self.overlap else 0):
+            self._land()
+
+    def _land(self) -> None:
+        """Waits for the oldest reduction and gives its bucket back."""
+        flight = self._flying.pop(0)
+        flight.work.wait()
+        if flight.piece is not None:
+            flight.part.own_gradient().add_(flight.piece)
+        if flight.last:
+            self._sum_replicas(flight.part)
+
+    def _complete(self) -> None:
+        while self._flying:
+            self._land()
+        super()._complete()

@@ -64,10 +64,11 @@ def show(resolved: Resolved, ready: Ready) -> None:
     plan = ready.plan
     config = ready.resolved.config
     accumulation = plan.accumulation(config.train.batch)
+    sharding = f"ZeRO-{plan.layout.zero} over {plan.layout.dp_shard}, " if plan.layout.zero else ""
     steps = "until the hours are spent" if ready.budget.steps is None else f"{ready.budget.steps} steps"
     typer.echo(f"data: {ready.rows:,} rows of {config.data.seq_len} tokens an epoch; {steps}")
     typer.echo(
-        f"plan: {plan.layout.dp} data-parallel ranks x {accumulation} micro-steps x {plan.micro_batch} rows, "
+        f"plan: {plan.layout.dp} data-parallel ranks x {accumulation} micro-steps x {plan.micro_batch} rows, {sharding}"
         f"{plan.precision}, compile {plan.compile} ({plan.reason})"
     )
     from meshwright.train.schedule import peak_learning_rate

@@ -18,6 +18,7 @@ from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.update import FlatOptimizer
 from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
 from meshwright.spec.layout import Layout
+from meshwright.spec.layout_rules import refused
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 
@@ -79,28 +80,8 @@ def _data_parallel(
     return sharded, kind(sharded, axes.data, replicas, **buckets)
 
 
-NOT_YET = {
-    "pp": "pipeline parallelism",
-    "cp": "context parallelism",
-    "tp": "tensor parallelism",
-    "ep": "expert parallelism",
-}
-
-
 def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
-    sizes = layout.to_dict()
-    findings = [
-        Finding(f"layout.{key}", f"{sizes[key]}, but {what} is not available", f"Use {key}: 1 and dp_replicate for the devices")
-        for key, what in NOT_YET.items()
-        if sizes[key] != 1
-    ]
-    if layout.zero == 3:
-        findings.append(Finding("layout.zero", "3, but sharded parameters are not available", "Use zero: 2"))
-    elif layout.zero and layout.dp_shard == 1:
-        findings.append(Finding("layout.zero", f"{layout.zero}, but dp_shard is 1", "Use zero: 0, or dp_shard for the devices"))
-    elif layout.dp_shard > 1 and not layout.zero:
-        what = f"{layout.dp_shard}, but zero is 0: nothing would be sharded"
-        findings.append(Finding("layout.dp_shard", what, "Use zero: 1 or 2, or dp_replicate for the devices"))
+    findings = refused(layout)
     named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
     wrong = [key for key, size in layout.axes if named.get(key, 1) != size]

@@ -13,6 +13,7 @@ from meshwright.runtime.corpus import Corpus, prepare_corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_run, saved_meta
 from meshwright.spec import model_rules
+from meshwright.spec.layout_rules import refused
 from meshwright.spec.plan import Plan
 from meshwright.train.objectives import make_objective
 from meshwright.train.schedule import Budget, total_steps
@@ -80,6 +81,8 @@ def set_up(
         raise LayoutError(
             findings=[Finding("--plan", f"is for {plan.layout.world} ranks, but {target.world} are started", "Give --nproc")]
         )
+    elif findings := refused(plan.layout):
+        raise LayoutError(findings=findings)
     if write:
         folder.write_config(resolved)
         plan.save(folder.plan)

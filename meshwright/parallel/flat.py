@@ -331,7 +331,9 @@ def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
 
 def _replace(model: nn.Module, old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
     """A meta parameter cannot change device in place: put a new one wherever the model holds the old one."""
-    new = nn.Parameter(values, requires_grad=old.requires_grad)
+    new = nn.Parameter(values.new_empty(0), requires_grad=old.requires_grad)
+    new.data = values  # a view made into a parameter shares its version with all others of the buffer: autograd would
+    # see a weight that arrives during forward as a change of those that were used before
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter is old:

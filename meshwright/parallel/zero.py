@@ -285,11 +285,6 @@ class StreamedGradients(ShardedGradients):
         self._flying: list[_Flight] = []
 
     @property
-    def staged_bytes(self) -> int:
-        """What lies in buckets that are being filled or reduced."""
-        return sum(buffer.nbytes for buffer in [*self._staged.values(), *(flight.bucket for flight in self._flying)])
-
-    @property
     def noise_of_one_micro_step(self) -> bool:
         return True
 

@@ -1,9 +1,8 @@
-"""ZeRO-1, ZeRO-2 and hybrid sharding compute what one process computes, hold what the formula says, and resume anywhere."""
+"""ZeRO-1, ZeRO-2 and hybrid sharding compute what one process computes."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,16 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from meshwright.checkpoint import CheckpointStore
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.parallel import engine, zero
-from meshwright.parallel.apply import Engine, parallelize
-from meshwright.plan.memory import BUCKETS_IN_FLIGHT, state_bytes
+from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from tests.ranks.pool import joined, layout_mesh
 from tests.ranks.replicas import Job, Outcome, Toy, _copy, build, loss_sum, make_batch, make_model, one_step, oracle, train
 from tests.ranks.test_replicate import difference
 
@@ -146,7 +140,7 @@ def test_two_shards_compute_bit_for_bit_what_two_replicas_do(ranks, stage, preci
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("culprit", range(4))
 def test_an_overflow_on_any_one_rank_makes_all_skip(ranks, stage, culprit):
-    # Red when the decision is a rank's own: its shard may be finite where another's is not.
+    # Red when the parameter is named by the rank that holds it alone.
     scale = LossScaleConfig(initial=1024.0, interval=2)
     job = job_of("2x2", stage, precision="fp16", steps=4, accumulation=2, loss_scale=scale, ema=0.9)
     for outcome in run(ranks, replace(job, inf=(2, culprit, "layers.1.up.weight"))):
@@ -155,6 +149,27 @@ def test_an_overflow_on_any_one_rank_makes_all_skip(ranks, stage, culprit):
         assert [step["culprit"] for step in outcome.steps] == [None, None, "layers.1.up.weight", None]
         assert [step["scale"] for step in outcome.steps] == [1024.0, 1024.0, 2048.0, 1024.0]
         assert outcome.steps[-1]["sync"] is None
+
+
+def diverging_flag(job: Job, culprit: int) -> tuple[bool, bool]:
+    """A gradient that turned infinite after the reduction, on one rank only."""
+    made = build(job)
+    made.zero()
+    with made.backward_scope(last=True):
+        (loss_sum(made.model, *make_batch(0)) * 1e-3).backward()
+    made.finish()
+    if dist.get_rank() == culprit:
+        made.parameters.ranges[0].gradient[0] = torch.inf
+    before = [part.master.clone() for part in made.parameters.ranges]
+    info = made.update(0.1, 1.0)
+    same = all(torch.equal(part.master, kept) for part, kept in zip(made.parameters.ranges, before, strict=True))
+    return bool(info.skipped), same
+
+
+@pytest.mark.parametrize("culprit", [0, 3])
+def test_the_flag_itself_is_agreed_on(ranks, culprit):
+    # Red when `agree_any` is left out: the norm tells only the ranks of one dp_shard group.
+    assert ranks(4).run(diverging_flag, job_of("2x2", 2, precision="fp16"), culprit) == [(True, True)] * 4
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -216,22 +231,6 @@ def train_without_looking(job: Job) -> Outcome:
     return out
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_collective_may_take_until_it_is_waited_for(ranks, stage):
-    # Small buckets, so that blocks have weights that nobody else waits for. Red too when the parameters of a meta model are
-    # views to autograd: weights that arrive in forward then count as changed after their use.
-    job = job_of("2x2", stage, accumulation=2, bucket_bytes=500)
-    expected = ranks(4).run(train_without_looking, job)[0]
-    for outcome in ranks(4).run(train_late, job, ""):
-        assert outcome.losses == expected.losses
-        assert all(torch.equal(outcome.state[name], value) for name, value in expected.state.items())
-    for fault in ("blocks do not wait", "the rest does not wait"):
-        assert ranks(4).run(train_late, job, fault)[0].losses != expected.losses, fault
-
-
-# ---- state ---------------------------------------------------------------------------------------------------------------
-
-
 def from_meta(job: Job) -> Engine:
     """The weights of `make_model`, filled into a model that came without memory."""
     with torch.device("meta"):
@@ -244,238 +243,14 @@ def from_meta(job: Job) -> Engine:
     return made
 
 
-def filled_from_meta(job: Job) -> list[float]:
-    made, out = from_meta(job), Outcome()
-    one_step(made, job, dist.get_rank(), 0, out)
-    with made.masters() as masters:  # what is there can be read and changed
-        masters.norm.weight.data.mul_(2.0)
-    one_step(made, job, dist.get_rank(), 1, out)
-    return out.losses
-
-
-@pytest.mark.parametrize("precision", ["fp64", "bf16"])
-def test_a_meta_model_is_filled_through_whole_masters(ranks, precision):
-    # Red when the masters are not taken back, or not gathered before.
-    job = job_of("2", 2, precision=precision, clip=0.0)
-    plain = ranks(2).run(filled_from_meta, Job(world=2, precision=precision, clip=0.0))
-    assert ranks(2).run(filled_from_meta, job) == plain
-
-
-def averaged(job: Job) -> tuple[bool, float]:
-    """Inside, the weights that all ranks compute with are the averages; afterwards they are themselves, bit for bit."""
-    made = build(job)
-    for step in range(2):
-        one_step(made, job, dist.get_rank(), step, Outcome())
-    state = _copy(made)
-    before = {slot.name: slot.parameter.detach().clone() for slot in made.parameters.slots}
-    with made.averaged():
-        apart = max(
-            float((slot.parameter.detach() - state[f"ema/{slot.name}"].to(slot.parameter.dtype)).abs().max())
-            for slot in made.parameters.slots
-        )
-    back = all(torch.equal(slot.parameter.detach(), before[slot.name]) for slot in made.parameters.slots)
-    return back, apart
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_averages_are_swapped_in_whole(ranks, precision):
-    assert ranks(4).run(averaged, job_of("2x2", 2, precision=precision, ema=0.7)) == [(True, 0.0)] * 4
-
-
-def planted_difference(kind: str) -> str | None:
-    made = build(job_of("2x2", 2, precision="bf16", ema=0.5))
-    held = {piece.name for piece in made.parameters_state()}
-    name = {"master": "model/layers.1.down.weight", "moment": "optimizer/exp_avg_sq/layers.2.down.weight"}.get(kind, "")
-    if dist.get_rank() == 3 and kind == "working":
-        made.model.layers[2].down.bias.data[1] += 1.0
-    elif dist.get_rank() == 3 and name in held:
-        next(piece for piece in made.parameters_state() if piece.name == name).tensor.view(-1)[0] += 1e-3
-    return made.sync_check()
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("", None),
-        ("working", "layers.2.down.bias"),
-        ("master", "layers.1.down.weight"),
-        ("moment", "optimizer/exp_avg_sq/layers.2.down.weight"),
-    ],
-)
-def test_a_replica_whose_shard_differs_is_named_on_every_rank(ranks, kind, name):
-    # Red when shards are compared over dp_shard too: they differ by right.
-    assert ranks(4).run(planted_difference, kind) == [name] * 4
-
-
-def noise_of(job: Job) -> tuple[float, float]:
-    """What the engine reports, and the square norm of this rank's own part by hand."""
-    made, out, rank = build(job), Outcome(), dist.get_rank()
-    one_step(made, job, rank, 0, out)
-    model, (tokens, labels) = make_model(), make_batch(0)
-    rows = len(tokens) // job.world
-    if made.gradients.noise_of_one_micro_step:
-        mine = slice(rank * rows, rank * rows + rows // job.accumulation)
-    else:
-        mine = slice(rank * rows, (rank + 1) * rows)
-    (loss_sum(model, tokens[mine], labels[mine]) / int((labels != -100).sum())).backward()
-    return out.noise[0], sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_noise_is_measured_before_the_reduction(ranks, stage, overlap):
-    # Of all micro-steps under ZeRO-1, of the first under ZeRO-2, which keeps no local sum. Red when measured afterwards.
-    for ours, by_hand in ranks(2).run(noise_of, job_of("2", stage, accumulation=2, measure_noise=True, overlap=overlap)):
-        assert ours == pytest.approx(by_hand, rel=1e-12) and ours > 0
-
-
-# ---- memory --------------------------------------------------------------------------------------------------------------
-
-BIG = 12 * (2048 * 2048 + 2048) + 7 * 2048
-
-
-class Wide(nn.Module):
-    """50.4 M parameters; the last matrix is ragged over any number of shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(12))
-        self.out = nn.Linear(2048, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
-def bytes_held(job: Job) -> tuple[dict[str, int], int]:
-    """Bytes of the engine's storages after a step, each counted once, and the most that was staged."""
-    with torch.device("meta"):
-        model = Wide()
-    layout = job.layout or Layout(dp_replicate=job.world)
-    made = parallelize(
-        model,
-        plan=Plan(layout=layout, precision=job.precision),
-        mesh=layout_mesh(layout),
-        table=None,
-        optimizer=job.optimizer,
-        device=torch.device("cpu"),
-        ema=job.ema,
-    )
-    with made.masters() as masters, torch.no_grad():
-        for parameter in masters.parameters():
-            parameter.fill_(1e-3)
-    peaks = [0]
-    if isinstance(made.gradients, zero.StreamedGradients):
-        launch, stream = zero.StreamedGradients._scatter, made.gradients
-
-        def scatter(output: torch.Tensor, whole: torch.Tensor) -> Any:
-            peaks[0] = max(peaks[0], stream.staged_bytes + whole.nbytes)  # the one that is started is not counted yet
-            return launch(stream, output, whole)
-
-        stream._scatter = scatter  # type: ignore[method-assign]
-    for last in (False, True):
-        with made.backward_scope(last=last):
-            made.model(torch.ones(1, 2048, dtype=made.parameters.groups[0].dtype)).sum().backward()
-    made.finish()
-    made.update(1e-3, 1.0)
-    made.parameters.settle()
-    kinds = {
-        "weights": [group.working for group in made.parameters.groups],
-        "gradients": [part.gradient for part in made.parameters.ranges],
-        "optimizer": [m for moments in made.optimizer.moments for m in moments.values()] + made.optimizer.averages,
-    }
-    kinds["optimizer"] += [part.master for part in made.parameters.ranges if part.mixed]
-    return {kind: _storages(tensors) for kind, tensors in kinds.items()}, peaks[0]
-
-
-def _storages(tensors: list[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-@pytest.mark.parametrize(
-    ("layout", "precision", "ema"),
-    [
-        (Layout(dp_replicate=2), "bf16", 0.0),
-        (Layout(dp_shard=2, zero=1), "fp32", 0.0),
-        (Layout(dp_shard=2, zero=1), "bf16", 0.0),
-        (Layout(dp_shard=2, zero=2), "bf16", 0.9),
-        (Layout(dp_replicate=2, dp_shard=2, zero=2), "bf16", 0.0),
-    ],
-)
-def test_storages_follow_the_formula_within_2_percent(ranks, layout, precision, ema):
-    # Red when masters are kept whole, when the gradient of ZeRO-2 is, and when buckets are not given back.
-    job = Job(world=layout.world, layout=layout, precision=precision, ema=ema)
-    expected = state_bytes(BIG, precision, layout, ema=ema > 0, largest=2048 * 2048)
-    for held, peak in ranks(layout.world).run(bytes_held, job):
-        for kind, count in held.items():
-            assert count == pytest.approx(getattr(expected, kind), rel=0.02), kind
-        assert peak <= expected.staging
-        if layout.zero == 2:
-            assert peak > 0.3 * expected.staging
-
-
-def test_the_formula_and_the_engine_mean_the_same_number_of_buckets():
-    assert BUCKETS_IN_FLIGHT == zero.LAG + 2
-
-
-# ---- checkpoints ---------------------------------------------------------------------------------------------------------
-
-RING = [
-    Job(world=2),
-    job_of("2", 1),
-    job_of("4", 2),
-    job_of("2x2", 1),
-    Job(world=4),
-    job_of("2x2", 2),
-    job_of("2", 2),
-    Job(),
-]
-
-
-def hop(root: str, job: Job, start: int, steps: int) -> tuple[list[float], int, int]:
-    """Loads what lies there, trains `steps` steps and saves. Losses, and bytes read and held by this rank."""
-    ranks = joined() if job.world > 1 else None
-    made, out = build(job, make_model(seed=start)), Outcome()
-    group = ranks.checkpoint if ranks else None
-    rank = ranks.rank if ranks else 0
-    with CheckpointStore(root, group=group, rank=rank, world=job.world) as store:
-        newest = store.newest()
-        if newest is not None:
-            made.load_extra(store.load(newest, made.parameters_state())["engine"])
-            made.after_load()
-        read = store.last_load.bytes_read
-        for step in range(start, start + steps):
-            one_step(made, job, rank, step, out)
-        store.save(start + steps, made.parameters_state(), {"engine": made.extra_state()}).wait()
-    return out.losses, read, sum(piece.tensor.nbytes for piece in made.parameters_state())
-
-
-def test_a_checkpoint_goes_round_all_data_parallel_layouts(ranks, tmp_path):
-    # Red when after_load does not gather, when a moment's piece is shifted by one element, and when updates are not carried.
-    steps = 3
-    whole = Job(steps=steps * len(RING), ema=0.9)
-    uninterrupted = Outcome()
-    alone = build(whole, make_model(seed=0))
-    for step in range(whole.steps):
-        one_step(alone, whole, 0, step, uninterrupted)
-    largest = max(parameter.nbytes for parameter in alone.model.parameters())
-    for number, job in enumerate(RING):
-        job, start = replace(job, ema=0.9), number * steps
-        arguments = (str(tmp_path), job, start, steps)
-        results = [hop(*arguments)] if job.world == 1 else ranks(job.world).run(hop, *arguments)
-        for losses, read, held in results:
-            assert losses == pytest.approx(uninterrupted.losses[start : start + steps], abs=1e-9), job.layout
-            assert (read > 0) == (number > 0) and read <= held + largest, "a rank reads its shard"
-
-
-def pieces_of(job: Job) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-    return [(p.name, p.offset, tuple(p.tensor.shape)) for p in build(job).parameters_state() if p.name.startswith("optim")]
-
-
-def test_every_element_of_the_optimizer_is_held_by_one_shard(ranks):
-    every = list(itertools.chain(*ranks(4).run(pieces_of, job_of("4", 1))))
-    assert len(every) == len(set(every))
-    moments = {"exp_avg", "exp_avg_sq"}
-    elements = sum(torch.Size(shape).numel() for _, _, shape in every)
-    assert elements == len(moments) * sum(p.numel() for p in make_model().parameters() if p.requires_grad)
+def test_a_collective_may_take_until_it_is_waited_for(ranks, stage):
+    # Small buckets, so that blocks have weights that nobody else waits for. Red too when the parameters of a meta model are
+    # views to autograd: weights that arrive in forward then count as changed after their use.
+    job = job_of("2x2", stage, accumulation=2, bucket_bytes=500)
+    expected = ranks(4).run(train_without_looking, job)[0]
+    for outcome in ranks(4).run(train_late, job, ""):
+        assert outcome.losses == expected.losses
+        assert all(torch.equal(outcome.state[name], value) for name, value in expected.state.items())
+    for fault in ("blocks do not wait", "the rest does not wait"):
+        assert ranks(4).run(train_late, job, fault)[0].losses != expected.losses, fault

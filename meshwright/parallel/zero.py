@@ -73,12 +73,13 @@ class Part:
             self._own = self.buffer()
         return self._own
 
+    def run_of(self, slot: Slot) -> Run | None:
+        """What of a parameter lies in it."""
+        first, last = max(slot.start, self.start), min(slot.start + slot.size, self.start + self.size)
+        return Run(slot, first - slot.start, first - self.start, last - first) if first < last else None
+
     def runs(self) -> Iterator[Run]:
-        stop = self.start + self.size
-        for slot in self.group.slots:
-            first, last = max(slot.start, self.start), min(slot.start + slot.size, stop)
-            if first < last:
-                yield Run(slot, first - slot.start, first - self.start, last - first)
+        return (run for run in map(self.run_of, self.group.slots) if run is not None)
 
 
 class ShardedGroup(Group):
@@ -96,9 +97,9 @@ class ShardedGroup(Group):
         slot.of(self.working).copy_(values)
         flat = values.reshape(-1)
         for part in self.parts:
-            for run in part.runs():
-                if run.slot is slot:
-                    run.of(part.master).copy_(flat[run.first : run.first + run.size])
+            run = part.run_of(slot)
+            if run is not None:
+                run.of(part.master).copy_(flat[run.first : run.first + run.size])
 
 
 class ShardedParameters(FlatParameters):

@@ -6,6 +6,7 @@ import itertools
 import weakref
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +107,44 @@ def test_noise_is_measured_before_the_reduction(ranks, stage, overlap):
     # Of all micro-steps under ZeRO-1, of the first under ZeRO-2, which keeps no local sum. Red when measured afterwards.
     for ours, by_hand in ranks(2).run(noise_of, job_of("2", stage, accumulation=2, measure_noise=True, overlap=overlap)):
         assert ours == pytest.approx(by_hand, rel=1e-12) and ours > 0
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------------
+
+
+def sent(job: Job) -> tuple[dict[str, list[int]], int, int]:
+    """Bytes of each message of the second step by its kind (of the whole of which a rank sends a part), of the padded
+    gradient, and the number of buckets."""
+    made, log = build(job), dict[str, list[int]]()
+    one_step(made, job, dist.get_rank(), 0, Outcome())
+
+    def noted(kind: str, call: Any, place: int) -> Any:
+        def run(*tensors: torch.Tensor, **options: Any) -> Any:
+            if options.get("async_op"):
+                log.setdefault(kind, []).append(tensors[place].nbytes)
+            return call(*tensors, **options)
+
+        return run
+
+    with (
+        mock.patch.object(zero, "reduce_scatter_single", noted("reduce-scatter", zero.reduce_scatter_single, 1)),
+        mock.patch.object(zero, "all_gather_single", noted("all-gather", zero.all_gather_single, 0)),
+        mock.patch.object(dist, "all_reduce", noted("all-reduce", dist.all_reduce, 0)),
+    ):
+        one_step(made, job, dist.get_rank(), 1, Outcome())
+    elements = sum(group.size for group in made.parameters.groups)
+    return log, elements, len(made.gradients.buckets)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_messages_and_bytes_of_a_step_are_those_of_the_page(ranks, stage):
+    # Red when the replicas sum whole buckets, or sum in every micro-step, and when ZeRO-1 reduces in every micro-step.
+    for log, elements, buckets in ranks(4).run(sent, job_of("2x2", stage, precision="bf16", accumulation=2)):
+        micro_steps = 1 if stage == 1 else 2
+        assert len(log["reduce-scatter"]) == micro_steps * buckets
+        assert sum(log["reduce-scatter"]) == micro_steps * 4 * elements
+        assert len(log["all-gather"]) == buckets and sum(log["all-gather"]) == 2 * elements
+        assert len(log["all-reduce"]) == buckets and sum(log["all-reduce"]) == 4 * elements // 2
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------------

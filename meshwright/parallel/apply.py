@@ -18,7 +18,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 
-__all__ = ["Engine", "StepInfo", "parallelize"]
+__all__ = ["Engine", "StepInfo", "parallelize", "unavailable"]
 
 
 def parallelize(
@@ -70,7 +70,8 @@ _NOT_YET = {
 }
 
 
-def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
+def unavailable(layout: Layout) -> list[Finding]:
+    """Every axis of the layout that this version cannot split."""
     sizes = layout.to_dict()
     findings = [
         Finding(f"layout.{key}", f"{sizes[key]}, but {what} is not available", f"Use {key}: 1 and dp_replicate for the devices")
@@ -79,6 +80,11 @@ def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
     ]
     if layout.zero:
         findings.append(Finding("layout.zero", f"{layout.zero}, but ZeRO is not available", "Use zero: 0"))
+    return findings
+
+
+def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
+    findings = unavailable(layout)
     named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
     wrong = [key for key, size in layout.axes if named.get(key, 1) != size]

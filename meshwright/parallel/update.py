@@ -49,7 +49,7 @@ class FlatOptimizer:
         for group, moments in zip(self.parameters.groups, self.moments, strict=True):
             self._update(group, moments, lr, step, scale, skip)
         for group, average in zip(self.parameters.groups, self.averages, strict=False):
-            average.lerp_(group.master, ((1.0 - self.ema) * ~skip).to(average.dtype))
+            average.lerp_(group.master, (~skip).to(average.dtype) * (1.0 - self.ema))  # a bool times a float is fp32
         self._updates += ~skip
 
     def _update(

@@ -8,7 +8,7 @@ from meshwright.spec.counts import parameter_count
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
-__all__ = ["choose_plan", "memory_bytes"]
+__all__ = ["bucket_mib", "choose_plan", "memory_bytes"]
 
 CPU_TOKENS = 2048
 """Tokens a micro-batch on CPU: past this, larger matrices are no faster and only cost memory."""
@@ -36,8 +36,19 @@ def choose_plan(config: Config, *, world: int, device_type: str, device_bytes: i
         micro_batch=-(-rows // accumulation),  # even micro-batches: fewer padded rows at the same number of micro-steps
         precision=config.precision,
         compile=compile_mode,
+        bucket_mib=bucket_mib(parameter_count(config.model, task), config.precision),
         reason=f"data parallel over {world} device{'s' * (world > 1)}; {reason}",
     )
+
+
+def bucket_mib(parameters: int, precision: str) -> int:
+    """Gradients reduced together: a 24th of them, at least 32 and at most 256 MiB.
+
+    Fewer, larger messages use the link better (two H200: 129 GB/s at 16 MiB, 269 at 256), smaller ones leave less to reduce
+    when backward is over. Measured in docs/performance-log.md.
+    """
+    item = 8 if precision == "fp64" else 4
+    return max(32, min(256, round(parameters * item / 2**20 / 24)))
 
 
 def _largest_that_fits(config: Config, rows: int, device_bytes: int, task: str) -> tuple[int, str]:

@@ -117,6 +117,7 @@ class TrainCommand:
         """One rank that torchrun, Slurm, Kubernetes or a launcher of several machines started: the first one prepares."""
         from meshwright.runtime.worker import Job, start
 
+        self._refuse_launching(world)
         folder = RunFolder(resolved.config.run.dir)
         device_type = _device_type(resolved)
         resume = self._is_resume(folder) or (world.restart > 0 and folder.config.is_file())
@@ -131,6 +132,23 @@ class TrainCommand:
         if world.rank == 0:
             finish(folder)
         return 0
+
+    def _refuse_launching(self, world: World) -> None:
+        """Options that only mean something where we start the ranks. The inner ranks of our own launcher have none of them."""
+        given = {
+            "--dry-run": self.dry_run,
+            "--nproc": self.nproc is not None,
+            "--devices": self.devices is not None,
+            "--nnodes": self.nnodes > 1,
+            "--rdzv": self.rdzv is not None,
+            "--max-restarts": self.max_restarts > 0,
+        }
+        what = f"has no effect: the ranks were started by {world.source} already"
+        findings = [
+            Finding(option, what, "Give it to whatever starts the ranks") for option, is_given in given.items() if is_given
+        ]
+        if findings:
+            raise ConfigError(findings=findings)
 
     def _is_resume(self, folder: RunFolder) -> bool:
         return self.resume is not None and (self.resume != "latest" or folder.config.is_file())
@@ -157,7 +175,10 @@ def finish(folder: RunFolder) -> None:
 
     log = folder.read_config().config.log
     if log.sample is not None:
-        _say(f"sample: {continue_text(load_trained(folder.path), log.sample, max_tokens=log.sample_tokens)}")
+        text = continue_text(
+            load_trained(folder.path), log.sample, max_tokens=log.sample_tokens, temperature=log.sample_temperature
+        )
+        _say(f"sample: {text}")
     if log.report:
         _say(f"report: {write_report(folder.path)}")
     _say(f"run folder: {folder.path}")

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Corpus", "prepare_corpus"]
 
 _NAME = "corpus.json"
+_FORMS = {"lm": "causal_lm", "mlm": "masked_lm", "classify": "classify"}
+"""Head of the model -> how `prepare` frames a document; a registered objective has one of these heads too."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Corpus:
         return tuple(TokenStore.open(self.train[0]).label_names or ())
 
 
-def prepare_corpus(config: Config, folder: Path, *, say: Callable[[str], None], objective: str | None = None) -> Corpus:
+def prepare_corpus(config: Config, folder: Path, *, task: str, say: Callable[[str], None]) -> Corpus:
     """Make the stores that are not there yet, under `data.cache` or `folder`, and note in `folder` where all of them are.
 
     The tokenizer is data.tokenizer.path, else that of a prepared source, else one trained on the text of data.train.
@@ -95,7 +97,7 @@ def prepare_corpus(config: Config, folder: Path, *, say: Callable[[str], None], 
             [source],
             out,
             tokenizer=tokenizer,
-            objective=objective or config.objective.kind,
+            objective=_FORMS[task],
             on_bad_row=config.data.on_bad_row,
             workers=config.data.workers,
             label_names=label_names,

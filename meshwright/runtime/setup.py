@@ -93,7 +93,7 @@ def _prepare(
     say: Callable[[str], None],
 ) -> Ready:
     """The corpus, and everything that can be known only with it."""
-    corpus = prepare_corpus(resolved.config, folder.data, say=say)
+    corpus = prepare_corpus(resolved.config, folder.data, task=task, say=say)
     tokenizer = corpus.tokenizer()
     resolved = _resolve_open(resolved, tokenizer.vocab_size, corpus, task)
     config = resolved.config

@@ -81,7 +81,8 @@ def run_job(job: Job, ranks: Ranks) -> Outcome:
     load_modules(config.run.modules)
     corpus = Corpus.load(job.folder.data)
     tokenizer = corpus.tokenizer()
-    train_data, valid_data = corpus.datasets(config, tokenizer)
+    task = make_objective(config.objective, config.model.classes or 0).task
+    train_data, valid_data = corpus.datasets(config, tokenizer, task)
     data = RunData(train_data, valid_data, tokenizer.fingerprint, train_data.notes)
     return run_on(job, config, plan, data, ranks)
 

@@ -88,7 +88,10 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_signal_during_the_preparation_leaves_nothing_running(tmp_path, number, code):
-    config = e2e.settings(tmp_path / "config.yaml", e2e.raw(), data={"workers": 2})
+    big = tmp_path / "big.jsonl"
+    big.write_bytes(e2e.raw().read_bytes() * 100)  # enough to be shared out
+    data = {"workers": 2, "tokenizer": {"path": str(e2e.corpus() / "tokenizer")}}
+    config = e2e.settings(tmp_path / "config.yaml", big, data=data)
     run = e2e.train(config, tmp_path / "run", plants=[Plant("sleep", "before journal", value=600)])
     run.until(lambda: len(e2e.alive(run.tag)) >= 2)  # a tokenising process is there
     time.sleep(0.5)

@@ -17,10 +17,13 @@ from meshwright.distributed import device as devices
 from meshwright.distributed.environment import read_world
 from meshwright.distributed.world import init_world
 from meshwright.observe.metrics import read_metrics
+from meshwright.runtime.choose import bucket_mib
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.worker import Job, RunData, run_on
+from meshwright.spec.counts import parameter_count
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.train.objectives import make_objective
 
 
 def main() -> None:
@@ -32,6 +35,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--dropout", type=float)
+    parser.add_argument("--bucket", type=int, help="MiB of gradients reduced together; default: the rule of a plan")
     parser.add_argument("--profile")
     args = parser.parse_args()
     workload, world, device_type = WORKLOADS[args.workload], read_world(), devices.pick()
@@ -40,7 +44,9 @@ def main() -> None:
         model = config.model.model_copy(update={"dropout": args.dropout, "attention_dropout": args.dropout})
         config = config.model_copy(update={"model": model})
     mode = {"auto": "off" if device_type == "cpu" else "inductor"}.get(args.compile, args.compile)
-    plan = Plan(Layout(dp_replicate=world.world), workload.rows, args.precision, mode)
+    task = make_objective(config.objective, 0).task
+    bucket = args.bucket or bucket_mib(parameter_count(config.model, task), args.precision)
+    plan = Plan(Layout(dp_replicate=world.world), workload.rows, args.precision, mode, bucket_mib=bucket)
     folder = RunFolder(args.folder)
     if world.rank == 0:
         folder.create(resume=False)

@@ -262,6 +262,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
         for child in family:
             with contextlib.suppress(psutil.Error):
                 child.kill()
+        psutil.wait_procs(family, timeout=_GRACE)  # until then they may hold the device's memory
     process.kill()
     process.wait()
 

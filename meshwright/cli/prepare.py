@@ -25,7 +25,7 @@ def register(app: typer.Typer) -> None:
             list[str],
             typer.Argument(
                 metavar="INPUT...",
-                help="Files, folders, globs (.txt .jsonl .parquet .csv, also .gz .zst), or embedded: text found on this machine.",
+                help="Files, folders, globs (.txt .jsonl .parquet .csv, also .gz .zst), or embedded: text of this machine.",
             ),
         ],
         out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the shards.")],
@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
             what = "sizes a tokenizer that is trained, but --tokenizer names one"
             raise ConfigError(findings=[Finding("--vocab", what, "Leave one of them out")])
         keys = {"format": format, "text_key": text_key, "label_key": label_key, "encoding": encoding}
-        sources = [Source(path=path, **keys) for path in inputs]  # type: ignore[arg-type]
+        sources = [Source(path=path, **keys) for path in inputs]
         with _Progress() as progress:
             if tokenizer is None:
                 progress.say("training a tokenizer on the corpus")

@@ -34,17 +34,25 @@ class RunConfig(Section):
 class RopeScaling(Section):
     """Position scaling as Hugging Face writes it (`rope_type` and its numbers); an unknown type is refused."""
 
-    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
-    factor: Positive = 1.0
-    original_max_position_embeddings: Count | None = None
-    low_freq_factor: Positive | None = None
-    high_freq_factor: Positive | None = None
-    attention_factor: Positive | None = None
-    beta_fast: Positive | None = None
-    beta_slow: Positive | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
+    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = Field(
+        "default", description="default: none; the others as in the papers of those names."
+    )
+    factor: Positive = Field(1.0, description="How many times longer than trained.")
+    original_max_position_embeddings: Count | None = Field(None, description="Length that the model was trained for.")
+    low_freq_factor: Positive | None = Field(
+        None, description="llama3: wavelengths longer than original length / this are scaled in full."
+    )
+    high_freq_factor: Positive | None = Field(
+        None, description="llama3: wavelengths shorter than original length / this are kept."
+    )
+    attention_factor: Positive | None = Field(None, description="yarn: factor on the rotated values; default: from factor.")
+    beta_fast: Positive | None = Field(
+        None, description="yarn: rotations over the original length above which a frequency is kept; default 32."
+    )
+    beta_slow: Positive | None = Field(None, description="yarn: rotations below which it is scaled in full; default 1.")
+    mscale: float | None = Field(None, description="yarn: weight of the logarithm in the attention factor.")
+    mscale_all_dim: float | None = Field(None, description="yarn: the same in its divisor.")
+    truncate: bool | None = Field(None, description="yarn: round the borders to whole dimensions; default true.")
 
 
 class ModelConfig(Section):
@@ -52,39 +60,46 @@ class ModelConfig(Section):
 
     recipe: str | None = Field(None, description="Name of a shipped recipe, e.g. llama-3-8b, bert-base, debug.")
     arch: str = Field("decoder", description="decoder, encoder, or a name registered by a file of run.modules.")
-    layers: Count = 4
+    layers: Count = Field(4, description="Transformer blocks.")
     width: Count = Field(256, description="Hidden size.")
-    heads: Count = 4
+    heads: Count = Field(4, description="Query heads.")
     kv_heads: Count | None = Field(None, description="Key/value heads; default: heads.")
     head_dim: Count | None = Field(None, description="Default: width / heads.")
     ffn: Count = Field(1024, description="Width of the feed-forward layer.")
     vocab: Count | None = Field(None, description="Rows of the embedding; default: the tokenizer's size.")
     max_len: Count = Field(2048, description="Longest sequence; the length of learned position tables.")
-    positions: Literal["rope", "learned", "none"] = "rope"
+    positions: Literal["rope", "learned", "none"] = Field(
+        "rope", description="rope: rotary; learned: a table added to the embedding; none: order is not seen."
+    )
     position_offset: Natural = Field(0, description="First row used of a learned position table (RoBERTa: 2).")
-    rope_theta: Positive = 10000.0
-    rope_scaling: RopeScaling | None = None
-    norm: Literal["rms", "layer"] = "rms"
-    norm_eps: Positive = 1e-5
-    norm_order: Literal["pre", "post"] = "pre"
-    final_norm: bool = True
+    rope_theta: Positive = Field(10000.0, description="Base of the rotary frequencies.")
+    rope_scaling: RopeScaling | None = Field(None, description="Rotary positions stretched past the trained length.")
+    norm: Literal["rms", "layer"] = Field("rms", description="rms: RMSNorm; layer: LayerNorm with bias.")
+    norm_eps: Positive = Field(1e-5, description="Added to the mean square before the root.")
+    norm_order: Literal["pre", "post"] = Field(
+        "pre", description="pre: norm before attention and feed-forward; post: after the residual sum."
+    )
+    final_norm: bool = Field(True, description="Norm after the last block.")
     embed_norm: bool = Field(False, description="Norm right after the embedding sum (BERT).")
     token_types: Natural = Field(0, description="Rows of the token-type table (BERT: 2); 0 is none.")
-    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu"] = "swiglu"
-    qkv_bias: bool = False
+    activation: Literal["swiglu", "gelu", "gelu_tanh", "relu"] = Field(
+        "swiglu",
+        description="swiglu gates with silu and has a second input matrix; gelu is exact, gelu_tanh its approximation.",
+    )
+    qkv_bias: bool = Field(False, description="Bias of the query, key and value projections.")
     attention_bias: bool = Field(False, description="Bias of the attention output projection.")
-    mlp_bias: bool = False
+    mlp_bias: bool = Field(False, description="Biases of the feed-forward layer.")
     qk_norm: bool = Field(False, description="RMS norm over each head of queries and keys (Qwen 3).")
     sliding_window: Count | None = Field(None, description="Keys each query sees, itself included.")
     tied: bool = Field(False, description="Output matrix is the embedding matrix.")
-    head_bias: bool = False
+    head_bias: bool = Field(False, description="Bias of the output matrix, one value a token of the vocabulary.")
     head_transform: bool = Field(False, description="Dense, activation and norm before the output matrix (BERT's MLM head).")
     head_dropout: Fraction | None = Field(None, description="Dropout before the classifier; default: dropout.")
     classes: Count | None = Field(None, description="Labels of a classification head; default: those found in the data.")
     pooler: bool = Field(True, description="Dense + tanh over the first position before the classifier (BERT).")
     dropout: Fraction = Field(0.0, description="Dropout on embeddings and on each residual branch.")
-    attention_dropout: Fraction = 0.0
-    init_std: Positive = 0.02
+    attention_dropout: Fraction = Field(0.0, description="Dropout on attention weights.")
+    init_std: Positive = Field(0.02, description="Standard deviation of the initial matrices.")
     init_depth_scaled: bool = Field(True, description="Divide the std of residual output projections by sqrt(2 * layers).")
     options: dict[str, Any] = Field({}, description="Free settings of a registered architecture.")
 
@@ -94,9 +109,9 @@ class Source(Section):
         ..., description="File, folder or glob; 'embedded' is the text found on this machine; or a prepared folder."
     )
     weight: Positive | None = Field(None, description="Share of the samples in a blend; all sources or none carry one.")
-    format: Literal["auto", "txt", "jsonl", "parquet", "csv"] = "auto"
-    text_key: str = "text"
-    label_key: str | None = None
+    format: Literal["auto", "txt", "jsonl", "parquet", "csv"] = Field("auto", description="auto: by the ending of the name.")
+    text_key: str = Field("text", description="Key or column of the text in jsonl, csv and parquet.")
+    label_key: str | None = Field(None, description="Key or column of the label; needed by classify.")
     encoding: str = Field("utf-8", description="utf-8, gbk, gb18030, ..., or auto (per file, counted and reported).")
 
 
@@ -124,25 +139,29 @@ class DataConfig(Section):
 
 class ObjectiveConfig(Section):
     kind: str = Field("causal_lm", description="causal_lm, masked_lm, classify, or a registered name.")
-    label_smoothing: Fraction = 0.0
+    label_smoothing: Fraction = Field(0.0, description="Share of the target's probability that is spread over the vocabulary.")
     z_loss: NonNegative = Field(0.0, description="Weight of logsumexp(logits)^2.")
     mask_fraction: Fraction = Field(0.15, description="masked_lm: share of the tokens that are predicted.")
     response_only: bool = Field(False, description="Rows have prompt and response; only response tokens are targets.")
 
 
 class OptimizerConfig(Section):
-    kind: Literal["adamw", "sgd"] = "adamw"
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: Positive = 1e-8
+    kind: Literal["adamw", "sgd"] = Field("adamw", description="adamw or plain sgd.")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="adamw: decay of the first and the second moment.")
+    eps: Positive = Field(1e-8, description="adamw: added to the root of the second moment.")
     momentum: Fraction = Field(0.0, description="sgd only.")
-    weight_decay: NonNegative = 0.1
+    weight_decay: NonNegative = Field(
+        0.1, description="adamw: a weight shrinks by lr * this a step; sgd: this * weight joins the gradient."
+    )
     no_decay: list[str] = Field(
         ["bias", "norm", "embedding"], description="Parameters whose name has one of these words are not decayed."
     )
 
 
 class ScheduleConfig(Section):
-    kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = "cosine"
+    kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = Field(
+        "cosine", description="Shape of the learning rate after the warm-up."
+    )
     warmup: Natural = Field(0, description="Steps of linear warm-up.")
     total: Count | None = Field(None, description="Steps the decay is laid out for; default: the steps of the run.")
     min_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.1, description="Final learning rate over the peak.")
@@ -158,18 +177,22 @@ class BatchRamp(Section):
 class TrainConfig(Section):
     batch: Count = Field(32, description="Global batch: rows a step over all ranks and micro-steps.")
     micro_batch: Count | None = Field(None, description="Rows a forward on one rank; default: what the plan rule finds.")
-    ramp: BatchRamp | None = None
-    lr: Positive = 3e-4
+    ramp: BatchRamp | None = Field(None, description="Batch that grows at the start.")
+    lr: Positive = Field(3e-4, description="Peak learning rate.")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field("none", description="How lr follows batch / lr_batch.")
     lr_batch: Count | None = Field(None, description="Global batch that lr was tuned for; needed by linear and sqrt.")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     clip: NonNegative = Field(1.0, description="Largest global gradient norm; 0: off.")
     ema: Fraction = Field(0.0, description="Decay of an averaged copy of the weights; 0: none.")
-    steps: Count | None = None
+    steps: Count | None = Field(
+        None, description="Stop after this many steps. The first limit that is reached ends the run; none given: one epoch."
+    )
     tokens: Count | None = Field(None, description="Stop after this many tokens.")
-    epochs: Positive | None = None
-    hours: Positive | None = None
+    epochs: Positive | None = Field(None, description="Stop after this many passes over the rows; fractions are allowed.")
+    hours: Positive | None = Field(
+        None, description="Stop after this many hours of training, earlier parts of a resumed run included."
+    )
     tail: Literal["step", "drop"] = Field(
         "step", description="Rows left at the end of an epoch: a smaller step, or dropped and counted."
     )
@@ -183,13 +206,13 @@ class TrainConfig(Section):
 class LossScaleConfig(Section):
     """fp16 only."""
 
-    initial: Positive = 65536.0
-    static: bool = False
-    growth: Positive = 2.0
-    backoff: Positive = 0.5
-    interval: Count = 1000
-    hysteresis: Count = 1
-    floor: Positive = 1.0
+    initial: Positive = Field(65536.0, description="Scale of the first step.")
+    static: bool = Field(False, description="Keep the initial scale.")
+    growth: Positive = Field(2.0, description="Factor after `interval` steps without overflow.")
+    backoff: Positive = Field(0.5, description="Factor after an overflow.")
+    interval: Count = Field(1000, description="Steps without overflow before the scale grows.")
+    hysteresis: Count = Field(1, description="The scale falls at this many overflows since it last grew.")
+    floor: Positive = Field(1.0, description="Lowest scale.")
 
 
 class EvaluateConfig(Section):
@@ -208,12 +231,13 @@ class CheckpointConfig(Section):
 
 class LogConfig(Section):
     every: Count = Field(10, description="Steps between progress lines; metrics.jsonl has every step.")
-    tensorboard: bool = False
-    wandb: bool = False
-    wandb_project: str = "meshwright"
-    report: bool = True
+    tensorboard: bool = Field(False, description="Write event files into the run folder.")
+    wandb: bool = Field(False, description="Send figures to Weights & Biases (needs the extra).")
+    wandb_project: str = Field("meshwright", description="Project of the run there.")
+    report: bool = Field(True, description="Write report.html at the end.")
     sample: str | None = Field(None, description="Prompt whose continuation is printed at the end.")
-    sample_tokens: Count = 48
+    sample_temperature: NonNegative = Field(0.7, description="0 takes the most likely token each time.")
+    sample_tokens: Count = Field(48, description="Longest continuation.")
 
 
 class Config(Section):
@@ -224,7 +248,10 @@ class Config(Section):
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
-    precision: Literal["fp32", "fp64", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "fp64", "bf16", "fp16"] = Field(
+        "fp32",
+        description="Type of weights and activations in forward and backward; masters and moments are fp32 (fp64: fp64).",
+    )
     compile: Literal["auto", "off", "eager", "inductor"] = Field(
         "auto", description="auto: Inductor on GPUs, off on CPU; eager: aot_eager."
     )

@@ -9,10 +9,9 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-__all__ = ["IGNORE", "Batch"]
+from meshwright.spec.labels import IGNORE
 
-IGNORE = -100
-"""Label of a position that is no target."""
+__all__ = ["IGNORE", "Batch"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from meshwright.data.shards import digest_of
 from meshwright.data.tokenize import SHOWN, Result
 from meshwright.errors import DataError, Finding
 
-__all__ = ["Output", "Totals"]
+__all__ = ["COLUMNS", "Output", "Totals"]
 
 COLUMNS = ("offsets.bin", "prompt_lengths.bin", "labels.raw")
 LABELS = "labels.bin"

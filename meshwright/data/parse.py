@@ -153,8 +153,8 @@ def _json_row(piece: Piece, number: int, line: str, keys: Keys) -> Document | Ba
     except ValueError:
         return BadRow(piece.file, "line", number, "a number with too many digits")
     if not isinstance(row, dict):
-        kind = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(row), "a number")
-        return BadRow(piece.file, "line", number, f"the row is {kind}, not an object", "Each line holds one object {...}")
+        what = f"the row is {_kind(row)}, not an object"
+        return BadRow(piece.file, "line", number, what, "Each line holds one object {...}")
     if keys.text in row:
         text, prompt, response = row[keys.text], None, None
     elif "prompt" in row and "response" in row:
@@ -206,9 +206,8 @@ def _surrogate(value: str) -> str | None:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "a boolean"
-    return {list: "an array", dict: "an object"}.get(type(value), "a number")
+    kinds = ((bool, "a boolean"), (list, "an array"), (dict, "an object"), (str, "a string"), (type(None), "null"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "a number")
 
 
 def label_problem(label: Any) -> str | None:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.data import manifest as manifests
+from meshwright.data.journal import NAME as JOURNAL
 from meshwright.data.journal import Journal
 from meshwright.data.manifest import Manifest
-from meshwright.data.output import Output
+from meshwright.data.output import COLUMNS, Output
 from meshwright.data.parse import Piece
 from meshwright.data.pool import Chunk, results
 from meshwright.data.readers import keys_of, pieces
@@ -86,15 +87,15 @@ def prepare(
     _check(sources, objective, on_bad_row)
     names = None if label_names is None else [str(name) for name in label_names]
     run = _Run(sources, entries, out, tokenizer, objective, on_bad_row, names, shard_bytes, progress)
-    ready = run.ready(overwrite)
-    if ready is not None:
-        return ready
     try:
-        return run.go(workers or available_cores())
+        ready = run.ready(overwrite)
+        return ready if ready is not None else run.go(workers or available_cores())
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno in FULL:
+            raise _no_space(out, error) from None
+        if error.filename is None:
             raise
-        raise _no_space(out, error) from None
+        raise DeviceError(findings=[Finding(str(error.filename), f"cannot be used: {error.strerror}")]) from None
 
 
 def available_cores() -> int:
@@ -168,13 +169,20 @@ class _Run:
     # -- the folder -----------------------------------------------------------------------------------------------------
 
     def ready(self, overwrite: bool) -> Manifest | None:
-        """The manifest of a folder that holds exactly this corpus. Raises DataError when it holds anything else."""
+        """The manifest of a folder that holds exactly this corpus. Raises DataError when it holds anything else and may not
+        be overwritten."""
         if not (self.out / manifests.NAME).is_file():
             self._check_foreign()
             return None
-        if overwrite:
+        try:
+            return self._same()
+        except DataError:
+            if not overwrite:
+                raise
             (self.out / manifests.NAME).unlink()
             return None
+
+    def _same(self) -> Manifest:
         present = Manifest.read(self.out)
         wanted = {**self.identity(), "modified": self.modified()}
         changed = sorted(key for key in wanted if present.identity.get(key) != wanted[key])
@@ -182,6 +190,9 @@ class _Run:
             what = f"holds a prepared corpus made from something else ({', '.join(changed)} differ)"
             raise DataError(findings=[Finding(str(self.out), what, "Choose another folder, or overwrite this one")])
         TokenStore.open(self.out)
+        names = {JOURNAL, *COLUMNS} - {record.name for record in present.files()}
+        for name in names:  # of a run that was killed between the manifest and its last lines
+            (self.out / name).unlink(missing_ok=True)
         self._tell(None, 0, "the folder already holds this corpus: nothing to do")
         return present
 
@@ -191,7 +202,7 @@ class _Run:
         if not self.out.is_dir():
             raise DataError(findings=[Finding(str(self.out), "is a file, not a folder", "Choose another place")])
         names = sorted(path.name for path in self.out.iterdir())
-        if names and "journal.jsonl" not in names:
+        if names and JOURNAL not in names:
             what = f"is not empty (it has {', '.join(names[:3])}) and no corpus of ours"
             raise DataError(findings=[Finding(str(self.out), what, "Choose a new or empty folder")])
 
@@ -259,7 +270,8 @@ class _Run:
             for number, digest in enumerate(done):
                 chunk = next(chunks, None)
                 if chunk is None or input_digest(chunk) != digest:
-                    raise _InputChanged(chunk.pieces[0].file if chunk else f"the corpus (chunk {number} is missing)")
+                    first = chunk.pieces[0].file if chunk is not None else f"chunk {number}"
+                    raise _InputChanged(f"{first} or a file after it")
             with closing(results(chunks, job, workers, self.out / "tokenizer")) as finished:
                 for chunk, result in finished:
                     if result.failed:

@@ -1,8 +1,9 @@
 """Text to token ids and back: a Hugging Face `tokenizer.json`, a SentencePiece model, or a byte-level BPE trained here.
 
 Ids never depend on how many texts are encoded at a time, nor on the number of workers. A text longer than PIECE characters is
-encoded in pieces, because BPE without pre-tokenisation (and any BPE on text without spaces) is not linear in the length
-of a word; a piece ends at a line or a word, where common tokenizers end a token anyway.
+encoded in pieces: memory stays bounded (a library holds some hundred bytes a token), and time is linear in the length of a text
+whatever the library does with a word of megabytes. A piece ends where a line or a word does, so common tokenizers give the ids
+of the whole text.
 """
 
 from __future__ import annotations

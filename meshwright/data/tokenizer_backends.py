@@ -151,7 +151,8 @@ class SentencePiece:
         if skip_special:
             return self._processor.Decode([number for number in ids if number not in self._control])
         # control tokens have no surface in SentencePiece, so their names are put between the decoded runs
-        text, run = "", []
+        text = ""
+        run: list[int] = []
         for number in ids:
             if number in self._control:
                 text += self._processor.Decode(run) + self._processor.IdToPiece(number)

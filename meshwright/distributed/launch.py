@@ -283,7 +283,8 @@ class _Launch:
     def _show_restart(self) -> None:
         while (self.private / f"start-{self.starts + 1}").exists():
             culprit = first_culprit(self._records(self.starts))
-            why = f"rank {culprit.rank} failed: {culprit.message}" if culprit else "a rank ended"
+            named = culprit is not None and not follows(culprit.message)  # a killed rank leaves no record, only others' words
+            why = f"rank {culprit.rank} failed: {culprit.message}" if culprit and named else "a rank ended"
             self.starts += 1
             if not self.signals:
                 _say(f"{why}; all ranks start again ({self.starts} of {self.max_restarts})")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from meshwright.data.batch import IGNORE
 from meshwright.kernels.accelerated import softmax_rows as fast_softmax_rows
+from meshwright.spec.labels import IGNORE
 
 __all__ = ["linear_cross_entropy"]
 

@@ -1,8 +1,8 @@
 """Dropout as a pure function of (seed, global sample number, position, site, feature).
 
 Nothing is drawn from a generator state, so the mask of an element is the same on any number of ranks, in any
-micro-batch split, under recompute and on any device. Integer arithmetic is int32 that wraps modulo 2^32, which CPU,
-CUDA and compiled code agree on bit for bit.
+micro-batch split, under recompute and on any device. The arithmetic is that of 32-bit words modulo 2^32, on which CPU,
+CUDA and compiled code agree bit for bit.
 
 Shapes: B rows, S positions, D features.
 """
@@ -14,10 +14,12 @@ import torch
 __all__ = ["dropout", "keep_mask", "position_keys"]
 
 _WORD = 2**32
-_SEED, _SAMPLE, _HIGH, _POSITION = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35, 0x27D4EB2F
-_SITE, _FEATURE = 0x632BE5AB, 0x9E3779B1
+_SEED, _HIGH, _SITE = 0x9E3779B9, 0x42B2AE35, 0x632BE5AB
+_SAMPLE, _POSITION = 0x5BD1E995, 0x27D4EB2F
+_FEATURE = 0x9E3779B1
+"""Odd, so that multiples differ modulo 2^32. _HIGH, _SAMPLE and _POSITION are under 2^31: times a word they fit int64."""
 _M1, _M2 = 0x7FEB352D, 0x846CA68B
-"""Odd multipliers; 16/15 shifts with these two are the low-bias 32-bit finaliser found by C. Wellons' search
+"""Odd multipliers; 16/15/16 shifts with these two are the low-bias 32-bit finaliser found by C. Wellons' search
 (https://nullprogram.com/blog/2018/07/31/)."""
 
 
@@ -34,18 +36,34 @@ def _mix_number(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def _wrapped(x: torch.Tensor) -> torch.Tensor:
+    """An int64 tensor reduced to the int32 range, modulo 2^32, by arithmetic that never overflows."""
+    return ((x & (_WORD - 1)) ^ 2**31) - 2**31
+
+
+def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """x * factor modulo 2^32: an int32 x in place, an int64 one (of int32 values) without ever overflowing."""
+    return x.mul_(factor) if x.dtype == torch.int32 else _wrapped(x * factor)
+
+
 def _mix_(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser in place on an int32 tensor, without its last shift: every caller goes on from the high bits."""
+    """The finaliser, in place where x is int32, without its last shift: what follows goes by the high bits."""
     x ^= (x >> 16) & 0xFFFF
-    x *= _signed(_M1)
+    x = _times(x, _signed(_M1))
     x ^= (x >> 15) & 0x1FFFF
-    x *= _signed(_M2)
-    return x
+    return _times(x, _signed(_M2))
 
 
-def _low_word(x: torch.Tensor) -> torch.Tensor:
-    """Low 32 bits of an integer tensor as int32, by arithmetic that never overflows."""
-    return (((x.long() & (_WORD - 1)) ^ 2**31) - 2**31).to(torch.int32)
+def _word(x: torch.Tensor) -> torch.Tensor:
+    """The type to go on in. Compiled for a CPU, an int32 that overflows is undefined behaviour in C++, which compilers do
+    use (a loop over features that never ends); int64 never overflows here. Elsewhere int32 wraps and is faster."""
+    wide = torch.compiler.is_compiling() and x.device.type == "cpu"
+    return x.long() if wide else x.to(torch.int32)
+
+
+def _multiple(x: torch.Tensor, factor: int) -> torch.Tensor:
+    """Low word of x * factor, for int64 x of which the low word counts, and factors under 2^31 (or x under 2^31)."""
+    return _wrapped((x & (_WORD - 1)) * factor)
 
 
 def position_keys(seed: int, samples_B: torch.Tensor, positions_BS: torch.Tensor) -> torch.Tensor:
@@ -56,11 +74,12 @@ def position_keys(seed: int, samples_B: torch.Tensor, positions_BS: torch.Tensor
     positions_BS  integer [B, S] or [S]: the offset in the *row* (not in its document, which would repeat keys in a
                   packed row); under context parallelism the global offsets of the local tokens
     """
-    start = _mix_number(seed + _SEED) ^ _mix_number((seed >> 32) + _HIGH)
-    key_B1 = _low_word(samples_B).mul(_signed(_SAMPLE)).add_(_signed(start))
-    key_B1 = _mix_(key_B1).add_(_low_word(samples_B.long() >> 32).mul_(_signed(_HIGH)))[:, None]
-    key_BS = key_B1 + _low_word(positions_BS).mul_(_signed(_POSITION))
-    key_BS = _mix_(key_BS)
+    start = _signed(_mix_number(seed + _SEED) ^ _mix_number((seed >> 32) + _HIGH))
+    samples_B = samples_B.long()
+    key_B = _mix_(_word(_wrapped(_multiple(samples_B, _SAMPLE) + start)))
+    key_B = _word(_wrapped(key_B.long() + _multiple(samples_B >> 32, _HIGH)))
+    key_BS = _wrapped(key_B.long()[:, None] + _multiple(positions_BS.long(), _POSITION))
+    key_BS = _mix_(_word(key_BS)).to(torch.int32)
     return key_BS ^ ((key_BS >> 16) & 0xFFFF)
 
 
@@ -69,9 +88,10 @@ def keep_mask(key_BS: torch.Tensor, features: int, site: int, p: float) -> torch
 
     site is any integer that names the place in the model; every place needs its own.
     """
-    token_BS1 = (key_BS + _signed(site * _SITE))[..., None]
-    feature_D = torch.arange(features, dtype=torch.int32, device=key_BS.device) * _signed(_FEATURE)
-    bits_BSD = _mix_(token_BS1 + feature_D)
+    features_D = _word(_multiple(torch.arange(features, device=key_BS.device), _FEATURE))
+    token_BS1 = _word(_wrapped(key_BS.long() + _signed(site * _SITE)))[..., None]
+    bits_BSD = token_BS1 + features_D
+    bits_BSD = _mix_(bits_BSD if bits_BSD.dtype == torch.int32 else _wrapped(bits_BSD))
     return bits_BSD >= min(round(p * _WORD), _WORD - 1) - 2**31
 
 

@@ -93,7 +93,7 @@ def softmax_rows(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, smoothing: float, z_loss: float, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(loss without z, z term, hit) of each row; the gradient overwrites the logits, which come back."""
-    from meshwright.data.batch import IGNORE
+    from meshwright.spec.labels import IGNORE
 
     rows, vocab = logits_CV.shape
     wide = torch.promote_types(logits_CV.dtype, torch.float32)

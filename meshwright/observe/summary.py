@@ -76,7 +76,7 @@ def summarise(
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         val_loss=held_out[-1] if held_out else None,
-        perplexity=perplexity(held_out[-1]) if held_out else None,
+        perplexity=perplexity(held_out[-1]) if any("val_perplexity" in record for record in records) else None,
         skipped=records[-1].get("skipped") or 0 if records else 0,
         usage=dict(usage or {}),
     )
@@ -110,8 +110,9 @@ def rows_of(summary: Summary) -> list[tuple[str, str]]:
         rows.append(("skipped steps", f"{summary.skipped:,}"))
     if summary.first_loss is not None and summary.last_loss is not None:
         rows.append(("training loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}"))
-    if summary.val_loss is not None and summary.perplexity is not None:
-        rows.append(("held-out loss", f"{summary.val_loss:.4f} (perplexity {summary.perplexity:.4g})"))
+    if summary.val_loss is not None:
+        more = f" (perplexity {summary.perplexity:.4g})" if summary.perplexity is not None else ""
+        rows.append(("held-out loss", f"{summary.val_loss:.4f}{more}"))
     if summary.tokens_per_s is not None:
         rows.append(("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.tokens_per_s / summary.devices:,.0f} a device)"))
     if summary.samples_per_s is not None:

@@ -51,7 +51,7 @@ class FlatOptimizer:
             self._update(part, moments, lr, step, scale, skip)
             self.parameters.publish(part)
         for part, average in zip(self.parameters.ranges, self.averages, strict=False):
-            average.lerp_(part.master, ((1.0 - self.ema) * ~skip).to(average.dtype))
+            average.lerp_(part.master, (~skip).to(average.dtype) * (1.0 - self.ema))  # a bool times a float is fp32
         self._updates += ~skip
 
     def _update(

@@ -9,7 +9,7 @@ from meshwright.spec.counts import parameter_count
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
-__all__ = ["choose_plan", "memory_bytes"]
+__all__ = ["bucket_mib", "choose_plan", "memory_bytes"]
 
 CPU_TOKENS = 2048
 """Tokens a micro-batch on CPU: past this, larger matrices are no faster and only cost memory."""
@@ -45,8 +45,19 @@ def choose_plan(config: Config, *, world: int, device_type: str, device_bytes: i
         micro_batch=-(-rows // accumulation),  # even micro-batches: fewer padded rows at the same number of micro-steps
         precision=config.precision,
         compile=compile_mode,
+        bucket_mib=bucket_mib(parameter_count(config.model, task), config.precision),
         reason=f"{reason}; {why}",
     )
+
+
+def bucket_mib(parameters: int, precision: str) -> int:
+    """Gradients reduced together: a 24th of them, at least 32 and at most 256 MiB.
+
+    Fewer, larger messages use the link better (two H200: 129 GB/s at 16 MiB, 269 at 256), smaller ones leave less to reduce
+    when backward is over. Measured in docs/performance-log.md.
+    """
+    item = 8 if precision == "fp64" else 4
+    return max(32, min(256, round(parameters * item / 2**20 / 24)))
 
 
 def _first_that_fits(config: Config, world: int, device_bytes: int, task: str) -> tuple[Layout, str]:
@@ -87,12 +98,14 @@ def memory_bytes(config: Config, micro_batch: int, task: str, layout: Layout) ->
     model, optimizer = config.model, config.train.optimizer
     e = WEIGHT_BYTES[config.precision]
     largest = max((model.vocab or 0) * model.width, 2 * model.ffn * model.width)
+    parameters = parameter_count(model, task)
     states = state_bytes(
-        parameter_count(model, task),
+        parameters,
         config.precision,
         layout,
         moments=2 if optimizer.kind == "adamw" else int(optimizer.momentum > 0),
         ema=config.train.ema > 0,
+        bucket_bytes=bucket_mib(parameters, config.precision) * 2**20,
         largest=largest,
     )
     kv_share = (model.kv_heads or model.heads) / model.heads

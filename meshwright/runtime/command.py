@@ -22,6 +22,9 @@ __all__ = ["TrainCommand"]
 FOREIGN_JOIN_SECONDS = 24 * 3600.0
 """Under torchrun or Slurm all ranks start at once, and the others wait while the first prepares the data."""
 
+STOPPED = 143
+"""Exit code of a rank without a launcher of ours that saved and stopped: SIGTERM's, so that a job is not taken for done."""
+
 Show = Callable[[Resolved, Ready], None]
 
 
@@ -69,7 +72,7 @@ class TrainCommand:
         from meshwright.distributed.launch import launch
         from meshwright.observe.trace import Profile
 
-        Profile(self.profile)  # a range that cannot be is refused now
+        Profile(self.profile)  # a range that cannot be is refused before anything is prepared
         target, env = self._target(resolved)
         folder = RunFolder(resolved.config.run.dir)
         nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
@@ -78,7 +81,9 @@ class TrainCommand:
         if alone:
             plan = Plan.load(self.plan) if self.plan else None
             whole = replace(target, world=target.world * nnodes)
-            ready = set_up(resolved, whole, folder, plan=plan, resume=resume, write=not self.dry_run, say=_say)
+            ready = set_up(
+                resolved, whole, folder, plan=plan, resume=resume, write=not self.dry_run, say=_say, profile=self.profile
+            )
             show(ready.resolved, ready)
         if self.dry_run:
             _say("dry run: nothing was started")
@@ -112,18 +117,38 @@ class TrainCommand:
         """One rank that torchrun, Slurm, Kubernetes or a launcher of several machines started: the first one prepares."""
         from meshwright.runtime.worker import Job, start
 
+        self._refuse_launching(world)
         folder = RunFolder(resolved.config.run.dir)
         device_type = _device_type(resolved)
         resume = self._is_resume(folder) or (world.restart > 0 and folder.config.is_file())
         if world.rank == 0:
             plan = Plan.load(self.plan) if self.plan else None
             target = Target(world.world, device_type, _device_bytes(device_type))
-            ready = set_up(resolved, target, folder, plan=plan, resume=resume, write=True, say=_say)
+            ready = set_up(resolved, target, folder, plan=plan, resume=resume, write=True, say=_say, profile=self.profile)
             show(ready.resolved, ready)
-        start(world, Job(folder, resume, self.profile), device_type, join_timeout=FOREIGN_JOIN_SECONDS)
+        outcome = start(world, Job(folder, resume, self.profile), device_type, join_timeout=FOREIGN_JOIN_SECONDS)
+        if not outcome.finished:  # an elastic agent says so itself, and would take a code for a failure
+            return 0 if world.source == "elastic" else STOPPED
         if world.rank == 0:
             finish(folder)
         return 0
+
+    def _refuse_launching(self, world: World) -> None:
+        """Options that only mean something where we start the ranks. The inner ranks of our own launcher have none of them."""
+        given = {
+            "--dry-run": self.dry_run,
+            "--nproc": self.nproc is not None,
+            "--devices": self.devices is not None,
+            "--nnodes": self.nnodes > 1,
+            "--rdzv": self.rdzv is not None,
+            "--max-restarts": self.max_restarts > 0,
+        }
+        what = f"has no effect: the ranks were started by {world.source} already"
+        findings = [
+            Finding(option, what, "Give it to whatever starts the ranks") for option, is_given in given.items() if is_given
+        ]
+        if findings:
+            raise ConfigError(findings=findings)
 
     def _is_resume(self, folder: RunFolder) -> bool:
         return self.resume is not None and (self.resume != "latest" or folder.config.is_file())
@@ -150,7 +175,10 @@ def finish(folder: RunFolder) -> None:
 
     log = folder.read_config().config.log
     if log.sample is not None:
-        _say(f"sample: {continue_text(load_trained(folder.path), log.sample, max_tokens=log.sample_tokens)}")
+        text = continue_text(
+            load_trained(folder.path), log.sample, max_tokens=log.sample_tokens, temperature=log.sample_temperature
+        )
+        _say(f"sample: {text}")
     if log.report:
         _say(f"report: {write_report(folder.path)}")
     _say(f"run folder: {folder.path}")

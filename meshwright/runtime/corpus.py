@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.config.schema import Config, Source
-from meshwright.errors import DataError, Finding
+from meshwright.errors import DataError, DeviceError, Finding
 
 if TYPE_CHECKING:
     from meshwright.data.dataset import RowDataset
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Corpus", "prepare_corpus"]
 
 _NAME = "corpus.json"
+_FORMS = {"lm": "causal_lm", "mlm": "masked_lm", "classify": "classify"}
+"""Head of the model -> how `prepare` frames a document; a registered objective has one of these heads too."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Corpus:
         return tuple(TokenStore.open(self.train[0]).label_names or ())
 
 
-def prepare_corpus(config: Config, folder: Path, *, say: Callable[[str], None], objective: str | None = None) -> Corpus:
+def prepare_corpus(config: Config, folder: Path, *, task: str, say: Callable[[str], None]) -> Corpus:
     """Make the stores that are not there yet, under `data.cache` or `folder`, and note in `folder` where all of them are.
 
     The tokenizer is data.tokenizer.path, else that of a prepared source, else one trained on the text of data.train.
@@ -75,8 +77,12 @@ def prepare_corpus(config: Config, folder: Path, *, say: Callable[[str], None], 
     from meshwright.data.prepare import prepare
 
     base = Path(config.data.cache) if config.data.cache else folder
-    base.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    for path, where in ((base, "data.cache"), (folder, "run.dir")):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            what = f"{path} cannot be made: {error.strerror}"
+            raise DeviceError(findings=[Finding(where, what, "Choose a folder that can be written")]) from None
     tokenizer, tokenizer_path = _tokenizer(config, base, say)
 
     label_names: Sequence[str] | None = None
@@ -91,7 +97,7 @@ def prepare_corpus(config: Config, folder: Path, *, say: Callable[[str], None], 
             [source],
             out,
             tokenizer=tokenizer,
-            objective=objective or config.objective.kind,
+            objective=_FORMS[task],
             on_bad_row=config.data.on_bad_row,
             workers=config.data.workers,
             label_names=label_names,
@@ -130,8 +136,8 @@ def _tokenizer(config: Config, base: Path, say: Callable[[str], None]) -> tuple[
 
 def _trained(config: Config, base: Path, say: Callable[[str], None]) -> Path:
     """The folder of a tokenizer trained on the training text; the one there already if it was made of the same settings."""
+    from meshwright.data.sample import tokenizer_for
     from meshwright.data.sources import find
-    from meshwright.data.tokenizer import Tokenizer
 
     wanted = config.data.tokenizer
     path, note = base / "tokenizer", base / "tokenizer" / "made-from.json"
@@ -143,20 +149,6 @@ def _trained(config: Config, base: Path, say: Callable[[str], None]) -> Path:
     except (OSError, ValueError):
         pass  # none yet, or one that was cut short: it is made again
     say(f"training a byte-level BPE of {wanted.vocab} tokens")
-    Tokenizer.train(_sample(config), wanted.vocab).save(path)
+    tokenizer_for(config.data.train, wanted, config.data.on_bad_row).save(path)
     note.write_text(json.dumps(settings), encoding="utf-8")
     return path
-
-
-def _sample(config: Config) -> Iterator[str]:
-    """Text of the training sources, an equal share of `sample_bytes` from the start of each."""
-    from meshwright.data.readers import documents
-
-    share = config.data.tokenizer.sample_bytes // len(config.data.train)
-    for source in config.data.train:
-        taken = 0
-        for document in documents(source, config.data.on_bad_row):
-            yield document.text
-            taken += len(document.text.encode("utf-8", "surrogatepass"))
-            if taken >= share:
-                break

@@ -50,7 +50,7 @@ def evaluate_run(
         )
         small = config.train.model_copy(update={"batch": 1, "micro_batch": None, "ramp": None, "tail": "step"})
         config = config.model_copy(update={"data": changed, "train": small})
-        corpus = prepare_corpus(config, Path(scratch) / "data", say=lambda text: None)
+        corpus = prepare_corpus(config, Path(scratch) / "data", task=trained.task, say=lambda text: None)
         _, rows = corpus.datasets(config, trained.tokenizer, trained.task)
         assert rows is not None, "data.valid is given"
         loader = Loader(rows, micro_batch=micro_batch)

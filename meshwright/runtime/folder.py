@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
@@ -77,6 +78,14 @@ class RunFolder:
             raise DeviceError(
                 findings=[Finding(str(self.path), f"cannot be used: {error.strerror}", "Choose another --run.dir")]
             ) from None
+
+    def withdraw(self) -> None:
+        """Take back what `create` made, where nothing has been put into it: prepared data stays for the next try."""
+        with contextlib.suppress(OSError):
+            (self.data / "corpus.json").unlink()  # it only says where the data is, and is written anew
+        for folder in (self.data, self.logs, self.checkpoints, self.path):
+            with contextlib.suppress(OSError):  # not there, or not empty
+                folder.rmdir()
 
     def _content(self) -> str:
         if not self.path.is_dir():

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from meshwright.checkpoint.retain import FolderLock
 from meshwright.config.load import Resolved
 from meshwright.config.schema import Config
-from meshwright.errors import ConfigError, DataError, Finding, LayoutError
+from meshwright.errors import ConfigError, DataError, Finding, LayoutError, MeshwrightError
+from meshwright.observe.trace import Profile
 from meshwright.runtime.choose import choose_plan
 from meshwright.runtime.corpus import Corpus, prepare_corpus
 from meshwright.runtime.folder import RunFolder
@@ -19,6 +21,9 @@ from meshwright.train.objectives import make_objective
 from meshwright.train.schedule import Budget, total_steps
 
 __all__ = ["Ready", "Target", "set_up"]
+
+LOCK_PATIENCE = 10.0
+"""Seconds to wait for the last process of a run that was just killed."""
 
 
 @dataclass(frozen=True)
@@ -50,17 +55,46 @@ def set_up(
     resume: bool,
     write: bool,
     say: Callable[[str], None],
+    profile: str | None = None,
 ) -> Ready:
     """Check and prepare a run, and write its folder unless `write` is False (a dry run, which prepares only the data).
 
-    Raises ConfigError, DataError, LayoutError, DeviceError before anything of the run is written.
+    profile: the range of --profile. Raises ConfigError, DataError, LayoutError, DeviceError, CheckpointError before anything
+    of the run is written; what was prepared stays.
     """
     task = make_objective(resolved.config.objective, 2).task
     early = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
     if early:
         raise ConfigError(findings=early)
     folder.create(resume=resume)
-    corpus = prepare_corpus(resolved.config, folder.data, say=say)
+    if resume:
+        FolderLock(folder.checkpoints, LOCK_PATIENCE).release()  # refused here while another process trains in this folder
+    try:
+        ready = _prepare(resolved, target, folder, task, plan, resume, profile, say)
+    except MeshwrightError:
+        if not resume:
+            folder.withdraw()
+        raise
+    if write:
+        folder.write_config(ready.resolved)
+        ready.plan.save(folder.plan)
+    elif not resume:
+        folder.withdraw()
+    return ready
+
+
+def _prepare(
+    resolved: Resolved,
+    target: Target,
+    folder: RunFolder,
+    task: str,
+    plan: Plan | None,
+    resume: bool,
+    profile: str | None,
+    say: Callable[[str], None],
+) -> Ready:
+    """The corpus, and everything that can be known only with it."""
+    corpus = prepare_corpus(resolved.config, folder.data, task=task, say=say)
     tokenizer = corpus.tokenizer()
     resolved = _resolve_open(resolved, tokenizer.vocab_size, corpus, task)
     config = resolved.config
@@ -73,20 +107,26 @@ def set_up(
     if resume and (saved := saved_meta(folder.checkpoints)) is not None:
         refuse_other_run(identity(config, train_data.rows, tokenizer.fingerprint), saved[1]["identity"], saved[0])
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
+    Profile(profile, total=budget.steps)
     if plan is None:
         plan = choose_plan(
             config, world=target.world, device_type=target.device_type, device_bytes=target.device_bytes, task=task
         )
-    elif plan.layout.world != target.world:
-        raise LayoutError(
-            findings=[Finding("--plan", f"is for {plan.layout.world} ranks, but {target.world} are started", "Give --nproc")]
-        )
-    elif findings := refused(plan.layout):
+    elif findings := _unfit(plan, config, target):
         raise LayoutError(findings=findings)
-    if write:
-        folder.write_config(resolved)
-        plan.save(folder.plan)
     return Ready(resolved, plan, budget, corpus, train_data.rows)
+
+
+def _unfit(plan: Plan, config: Config, target: Target) -> list[Finding]:
+    """Why a given plan cannot be used for this run."""
+    findings = [Finding(f"--plan: {f.where}", f.what, f.fix) for f in refused(plan.layout)]
+    if plan.layout.world != target.world:
+        what = f"is for {plan.layout.world} ranks, but {target.world} are started"
+        findings.append(Finding("--plan", what, f"Give --nproc {plan.layout.world}"))
+    if plan.precision != config.precision:
+        what = f"says precision {plan.precision}, but the config says {config.precision}"
+        findings.append(Finding("--plan", what, "Change one of them"))
+    return findings
 
 
 def _with_vocab(config: Config, vocab: int):

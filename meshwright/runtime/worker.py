@@ -25,6 +25,7 @@ from meshwright.distributed.reduce import broadcast_json
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks, init_world
+from meshwright.errors import NumericsError
 from meshwright.models import build, initialize
 from meshwright.observe.clock import StepClock
 from meshwright.observe.flops import peak_rate
@@ -52,6 +53,8 @@ from meshwright.train.schedule import total_steps
 
 __all__ = ["Job", "RunData", "run_job", "run_on", "start"]
 
+NOTHING_UPDATED = "no target in the whole batch, or a gradient that was not finite; metrics.jsonl says which"
+
 
 @dataclass(frozen=True)
 class Job:
@@ -78,7 +81,8 @@ def run_job(job: Job, ranks: Ranks) -> Outcome:
     load_modules(config.run.modules)
     corpus = Corpus.load(job.folder.data)
     tokenizer = corpus.tokenizer()
-    train_data, valid_data = corpus.datasets(config, tokenizer)
+    task = make_objective(config.objective, config.model.classes or 0).task
+    train_data, valid_data = corpus.datasets(config, tokenizer, task)
     data = RunData(train_data, valid_data, tokenizer.fingerprint, train_data.notes)
     return run_on(job, config, plan, data, ranks)
 
@@ -93,6 +97,8 @@ def run_on(job: Job, config: Config, plan: Plan, data: RunData, ranks: Ranks) ->
         usage = sampler.stop()
         if run.is_lead:
             finish(job, run, outcome, usage)
+        if outcome.finished and run.state.step and not run.state.updates:
+            raise NumericsError(f"no step of {run.state.step} updated the weights: {NOTHING_UPDATED}")
     return outcome
 
 
@@ -204,12 +210,16 @@ def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:
     )
     save_facts(job.folder.path, machine=_machine(run), summary=summary)
     run.progress.note(f"ended: {outcome.reason}")
+    if run.state.skipped:
+        run.progress.note(f"{run.state.skipped} of {run.state.step} steps updated nothing ({NOTHING_UPDATED})")
     if warning := batch_warning(run.config.train.batch, run.recorder.figures.noise):
         run.progress.note(warning)
     run.progress.close()
     print_summary(summary)
+    before = job.folder.read_result()
+    figures = outcome.figures or (before.get("figures", {}) if before.get("step") == run.state.step else {})
     job.folder.write_result(
-        {"reason": outcome.reason, "finished": outcome.finished, "step": run.state.step, "figures": outcome.figures}
+        {"reason": outcome.reason, "finished": outcome.finished, "step": run.state.step, "figures": figures}
     )
 
 

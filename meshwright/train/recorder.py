@@ -6,13 +6,14 @@ On an accelerator the numbers of step k are read after step k + 1 was queued, so
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from meshwright.errors import NumericsError
+from meshwright.errors import DeviceError, Finding, NumericsError
 from meshwright.observe.clock import Split
 from meshwright.observe.metrics import MetricsWriter
 from meshwright.observe.progress import NullProgress
@@ -37,7 +38,13 @@ class MetricsSink:
         self._writer = writer
 
     def write(self, record: dict[str, Any]) -> None:
-        self._writer.write(**record)
+        try:
+            self._writer.write(**record)
+        except OSError as error:
+            free = shutil.disk_usage(self._writer.path.parent).free
+            what = f"cannot be written: {error.strerror} ({free / 2**20:,.1f} MiB free)"
+            fix = "Free space, then go on from the newest checkpoint with --resume"
+            raise DeviceError(findings=[Finding(str(self._writer.path), what, fix)]) from None
 
     def close(self) -> None:
         self._writer.close()
@@ -123,7 +130,11 @@ class Recorder:
         if kind is None:
             self.flush()
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except OSError:  # what a full disk did not take: the write that met it has said so
+                if kind is None:
+                    raise
 
 
 def _explain(step: int, loss: float, norm: float, culprit: str | None) -> str:

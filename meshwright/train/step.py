@@ -86,7 +86,7 @@ def _part_square(run: Context, data: StepData, agreed: Agreed) -> torch.Tensor |
 
 def _dropout_key(run: Context, batch: Batch) -> torch.Tensor | None:
     model = run.config.model
-    if not model.dropout and not model.head_dropout:
+    if not model.dropout and not model.head_dropout and not model.attention_dropout:
         return None
     return position_keys(run.config.run.seed, batch.samples, torch.arange(batch.tokens.shape[1], device=run.device))
 

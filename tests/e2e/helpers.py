@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import torch
@@ -55,7 +55,7 @@ def base() -> Path:
 def texts(count: int, seed: int) -> list[str]:
     """Sentences of 1 to 60 words: uneven documents, with enough order in them that a loss falls."""
     draw = random.Random(seed)
-    words = "mesh ring shard tensor batch step loss token plan rank a of and to in is it the".split()
+    words = ["mesh", "ring", "shard", "tensor", "batch", "step", "loss", "token", "plan", "rank", "a", "of", "and", "to", "the"]
     out = []
     for _ in range(count):
         at = draw.randrange(len(words))
@@ -120,6 +120,8 @@ def _merge(values: dict[str, Any], changed: Mapping[str, Any]) -> None:
 class Command:
     """`meshwright ARGS...` in a process group of its own. Plants make it load `planted.py` as a user's module."""
 
+    started: ClassVar[list[Command]] = []
+
     def __init__(
         self,
         *args: object,
@@ -134,10 +136,11 @@ class Command:
         if plants:
             argv.append(f"--run.modules=[{PLANTED}]")
             variables.update(to_environment(*plants))
-        self._files = [open(self.log, "wb"), open(self.log.with_suffix(".err"), "wb")]  # noqa: SIM115 - closed by `wait`
-        self.process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=self._files[0], stderr=self._files[1], env=variables, start_new_session=True
-        )
+        with open(self.log, "wb") as out, open(self.log.with_suffix(".err"), "wb") as err:
+            self.process = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=variables, start_new_session=True
+            )
+        self.started.append(self)
 
     @property
     def out(self) -> str:
@@ -172,8 +175,6 @@ class Command:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait(10)
-        for file in self._files:
-            file.close()
 
     def until(self, reached: Any, timeout: float = 120.0) -> None:
         """Wait until `reached()`, while the command runs."""

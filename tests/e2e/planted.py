@@ -15,7 +15,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ TAG = "MESHWRIGHT_TEST_TAG"
 WRAPPED = {
     "step": "meshwright.train.loop:train_step",
     "save": "meshwright.train.loop:save",
+    "evaluate": "meshwright.train.loop:evaluate",
     "loss": "meshwright.train.objectives:Objective.loss",
     "update": "meshwright.parallel.engine:Engine.update",
     "reduce": "torch.distributed:all_reduce",
@@ -50,7 +51,8 @@ PREPARING = {
 @dataclass(frozen=True)
 class Plant:
     """do: "kill" (every process of the run), "kill rank", "cut" (the file just written, then kill), "tear" (half a line, then
-    kill), "sleep", "scale" (the loss by `value`), "poison" (a weight becomes `value`), "fill" (the disk of `path`).
+    kill), "sleep", "scale" (the loss by `value`), "poison" (a weight becomes `value`), "fill" (the disk of `path`), "note" (the
+    time, as a line of `path`).
 
     at: "before step", ... nth: only the n-th time. every: each time that the count divides. rank: None is any.
     start: only in this start of the ranks. value: seconds of a sleep, factor of a scale.
@@ -142,6 +144,11 @@ def _fill(plant: Plant, args: tuple[Any, ...]) -> None:
             file.write(bytes(1 << 16))
 
 
+def _note(plant: Plant, args: tuple[Any, ...]) -> None:
+    with open(plant.path, "a", encoding="utf-8") as file:
+        file.write(f"{time.perf_counter()}\n")
+
+
 _ACTIONS: dict[str, Callable[[Plant, tuple[Any, ...]], None]] = {
     "kill": lambda plant, args: kill_all(),
     "kill rank": _kill_rank,
@@ -150,6 +157,7 @@ _ACTIONS: dict[str, Callable[[Plant, tuple[Any, ...]], None]] = {
     "sleep": _sleep,
     "poison": _poison,
     "fill": _fill,
+    "note": _note,
 }
 
 
@@ -191,9 +199,11 @@ def to_environment(*plants: Plant) -> dict[str, str]:
 
 def _from_environment() -> None:
     plants = [Plant(**values) for values in json.loads(os.environ.get(VARIABLE, "[]"))]
-    in_rank = "TORCHELASTIC_RUN_ID" in os.environ  # the launcher need not load what trains
-    planted(*(replace(plant) for plant in plants), only=WRAPPED if in_rank else PREPARING).__enter__()
+    in_rank = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"))
+    # the launcher need not load what trains
+    _lasting.enter_context(planted(*plants, only=WRAPPED if in_rank else PREPARING))
 
 
+_lasting = contextlib.ExitStack()  # for the life of the process
 if __name__.startswith("meshwright_user_"):  # loaded through run.modules
     _from_environment()

@@ -182,3 +182,12 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_taken(ranks,
     said = e2e.train_in(ranks(2), story / "config.yaml", tmp_path / "run", resume=True)
     assert f"{newest}: skipped" in said and shard.name in said and "at step 28" in said
     e2e.assert_same(tmp_path / "run", story / "run")
+
+
+def test_a_finished_run_that_is_resumed_stays_as_it_is(ranks, story, tmp_path):
+    shutil.copytree(story / "run", tmp_path / "run")
+    said = e2e.train_in(ranks(2), story / "config.yaml", tmp_path / "run", resume=True)
+    assert "ended: 30 steps done" in said
+    for name in ("metrics.jsonl", "result.json"):
+        assert (tmp_path / "run" / name).read_bytes() == (story / "run" / name).read_bytes()
+    e2e.assert_same(tmp_path / "run", story / "run")

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -16,13 +17,14 @@ import torch
 from meshwright.bench import ceilings, runner
 from meshwright.bench.ceilings import Matmul, attention_of, head_positions, limit, matmuls, step_flops
 from meshwright.bench.measure import Laps, figures, median_seconds
-from meshwright.bench.peers import BEST, PEERS, Peer
+from meshwright.bench.peers import BEST, PEERS, Peer, hf_trainer, torchtitan
 from meshwright.bench.peers.common import TorchRows, small
 from meshwright.bench.peers.torchtitan import LogLine, parse_lines, summarise, write_corpus
 from meshwright.bench.runner import Settings, Shell, check, failure_of, last_record, plan
 from meshwright.bench.table import OURS, Result, best_peer, cells, markdown, ratio, scaling
 from meshwright.bench.workloads import WORKLOADS
 from meshwright.data.batch import IGNORE
+from meshwright.distributed import device as devices
 from meshwright.errors import UserError
 from meshwright.observe.flops import flops_per_token
 
@@ -198,6 +200,20 @@ def test_small_keeps_the_kind() -> None:
         assert (model.layers, model.vocab) == (2, 512)
 
 
+@pytest.mark.parametrize(("peer", "flags"), [(hf_trainer, ["--liger"]), (torchtitan, [])])
+def test_peer_that_cannot_run_here_says_why(
+    peer: ModuleType, flags: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["peer", "llama-1b", "--smoke", *flags])
+    monkeypatch.setattr(devices, "pick", lambda: "cpu")
+    monkeypatch.setattr(peer, "missing", lambda known: ["this", "that"])
+    peer.main()
+    assert "not installed: this, that" in json.loads(capsys.readouterr().out)["skipped"]
+    monkeypatch.setattr(peer, "missing", lambda known: [])
+    peer.main()
+    assert "needs an accelerator" in json.loads(capsys.readouterr().out)["skipped"]
+
+
 def test_registry_is_whole() -> None:
     for workload, names in BEST.items():
         assert all(workload in PEERS[name].workloads for name in names)
@@ -315,10 +331,12 @@ def test_result_line_and_reasons() -> None:
 def test_time_out_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "_GRACE", 0.5)
     # a child in a session of its own, as torchrun's ranks are, and a parent that does not listen to SIGTERM
-    child = f"import subprocess, sys, time; print(subprocess.Popen([{sys.executable!r}, '-IS', '-c', 'import time; time.sleep(60)'], "
-    child += "start_new_session=True).pid, flush=True); import signal; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+    program = (
+        "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print(subprocess.Popen(['sleep', '60'], start_new_session=True).pid, flush=True); time.sleep(60)"
+    )
     shell = Shell(tmp_path, tmp_path / "log.txt")
-    code, text = shell.execute([sys.executable, "-IS", "-c", child], timeout=3.0)
+    code, text = shell.execute([sys.executable, "-IS", "-c", program], timeout=3.0)
     assert code is None
     pid = int(text.strip())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

@@ -72,7 +72,7 @@ def test_a_vocabulary_without_room_is_refused() -> None:
     assert Tokenizer.train(iter(["", ""]), 262).vocab_size == 262
 
 
-# -- other people's files -----------------------------------------------------------------------------------------------------
+# -- other people's files ---------------------------------------------------------------------------------------------
 
 
 def hugging_face(**vocabulary: int) -> tokenizers.Tokenizer:
@@ -186,7 +186,7 @@ def test_half_a_surrogate_pair_is_refused(trained: Tokenizer) -> None:
         trained.encode("a\ud800")
 
 
-# -- long texts -----------------------------------------------------------------------------------------------------------------
+# -- long texts -------------------------------------------------------------------------------------------------------
 
 
 @given(st.text(st.sampled_from("ab \n\r训.\t"), max_size=200), st.integers(2, 30))
@@ -210,7 +210,7 @@ def test_pieces_of_real_text_give_the_ids_of_the_whole(trained: Tokenizer, monke
 @pytest.mark.parametrize("unit", ["a", "训"])
 @pytest.mark.parametrize("split", [True, False])
 def test_time_grows_linearly_without_spaces(unit: str, split: bool, trained: Tokenizer) -> None:
-    # without pre-tokenisation the whole text is one word; red with an endless PIECE
+    # without pre-tokenisation the whole text is one word; red when each piece is encoded together with all before it
     made = trained if split else Tokenizer(plain_bpe(), {})
     seconds = []
     for size in (1 << 20, 1 << 21, 1 << 22) if split else (1 << 18, 1 << 19, 1 << 20):
@@ -232,7 +232,7 @@ def plain_bpe() -> object:
     return HuggingFace(made.to_str())
 
 
-# -- the sample it is trained on ------------------------------------------------------------------------------------------------
+# -- the sample it is trained on --------------------------------------------------------------------------------------
 
 
 def test_the_sample_takes_a_share_of_every_file(tmp_path: Path) -> None:

@@ -100,11 +100,11 @@ def test_golden() -> None:
 
 
 GOLDEN_KEYS = [
-    [-1427429752, 1233827764, -1427884650],
-    [1132696548, 1121330710, -112007222],
-    [1585117192, -816993273, 1168068356],
+    [404895176, -1326322275, -1565318932],
+    [-1152252041, 1018349788, -1278174619],
+    [-1937717909, -183458538, 66663993],
 ]
-GOLDEN_MASKS = [6233238379120470106, 6802998337542901881, 6712685479670219224]
+GOLDEN_MASKS = [6558585349147401217, 16322829946422260167, 13894314482038536826]
 
 
 # Mutation: backward with another site than forward: red.
@@ -146,12 +146,12 @@ def test_dropped_infinities_are_zeros() -> None:
     assert set(out.unique().tolist()) == {0.0, float("inf")}
 
 
-def _compiled_equals_eager(backend: str) -> None:
+def _compiled_equals_eager(backend: str, features: int) -> None:
     def f(x: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
         key = position_keys(7, samples, torch.arange(x.shape[1]))
-        return dropout(dropout(x, key, 1, 0.2) + 1.0, key, 2, 0.2)
+        return dropout(dropout(x, key, 1, 0.2) + 1.0, key, 2, 0.5)
 
-    x = torch.randn(4, 8, 33)
+    x = torch.randn(4, 8, features)
     samples = torch.tensor([3, 2**31 - 1, 2**31, 2**35])
     results = []
     for function in (f, torch.compile(f, backend=backend, fullgraph=True)):
@@ -165,12 +165,14 @@ def _compiled_equals_eager(backend: str) -> None:
 
 
 def test_compiled() -> None:
-    _compiled_equals_eager("aot_eager")
+    _compiled_equals_eager("aot_eager", 33)
 
 
+# Mutation: int32 throughout in code compiled for a CPU. Its overflow is undefined in C++, and the compiler made a loop
+# over the features of it that wrote past the end (40 features: wrong values; 33: a damaged heap): red.
 @pytest.mark.slow
 def test_compiled_by_inductor() -> None:
-    _compiled_equals_eager("inductor")
+    _compiled_equals_eager("inductor", 40)
 
 
 @pytest.mark.gpu

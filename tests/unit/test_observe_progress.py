@@ -119,7 +119,17 @@ def test_a_summary_by_hand() -> None:
     records = [
         record(1, wall=60.0, tokens_per_s=1.0, samples_per_s=0.1, mfu=0.001),
         record(2, wall=1.0, tokens_per_s=100.0, samples_per_s=10.0, mfu=0.2),
-        record(3, wall=8.0, evaluate=4.0, tokens_per_s=25.0, samples_per_s=2.5, mfu=0.05, val_loss=3.0, skipped=0),
+        record(
+            3,
+            wall=8.0,
+            evaluate=4.0,
+            tokens_per_s=25.0,
+            samples_per_s=2.5,
+            mfu=0.05,
+            val_loss=3.0,
+            val_perplexity=20.1,
+            skipped=0,
+        ),
         record(4, wall=30.0, process=2, tokens_per_s=3.0, samples_per_s=0.3, mfu=0.002, skipped=1),
         record(5, wall=1.0, process=2, tokens_per_s=100.0, samples_per_s=10.0, mfu=0.2, val_loss=2.0, skipped=2),
     ]

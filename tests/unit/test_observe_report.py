@@ -82,7 +82,14 @@ def test_a_whole_run(tmp_path: Path) -> None:
     run = make_run(
         tmp_path / "我的<run>",
         [
-            line(s, mfu=0.3, loss_scale=1024.0, noise_scale=40.0, samples_per_s=3.3, **({"val_loss": 2.0} if s == 5 else {}))
+            line(
+                s,
+                mfu=0.3,
+                loss_scale=1024.0,
+                noise_scale=40.0,
+                samples_per_s=3.3,
+                **({"val_loss": 2.0, "val_perplexity": 7.389} if s == 5 else {}),
+            )
             for s in range(1, 11)
         ],
     )

@@ -4,7 +4,8 @@ python -m torch.distributed.run --nproc-per-node N -m meshwright.bench.peers.hf_
     [--compile | --liger]
 
 --compile is the Trainer's torch_compile, --liger its use_liger_kernel; together they fail on torch 2.11, so they exclude each
-other. On a CPU neither is used. Needs transformers >= 5 and accelerate, and --liger liger_kernel.
+other. On a CPU nothing is compiled, and --liger, whose kernels need an accelerator, gives no result. Needs transformers >= 5,
+accelerate and, with --liger, liger_kernel.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from __future__ import annotations
 import os
 import tempfile
 from typing import Any
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported: nothing here may be looked up
 
 import torch
 
@@ -31,7 +30,10 @@ def main() -> None:
         skip(job, name, f"not installed: {', '.join(lacking)}")
     elif job.flags.compile and job.flags.liger:
         skip(job, name, "--compile and --liger exclude each other: together they fail on torch 2.11")
+    elif job.flags.liger and job.device.type == "cpu":
+        skip(job, name, "needs an accelerator: Liger's kernels do not run on a CPU")
     else:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: nothing here may be looked up
         devices.set_current(job.device)
         torch.set_float32_matmul_precision("high")
         train(job, name)
@@ -83,7 +85,7 @@ def settings(job: Job, folder: str) -> Any:
         bf16=True,
         use_cpu=cpu,
         torch_compile=job.flags.compile and not cpu,
-        use_liger_kernel=job.flags.liger and not cpu,
+        use_liger_kernel=job.flags.liger,
         dataloader_num_workers=0 if cpu else 2,
         dataloader_pin_memory=not cpu,
         dataloader_drop_last=True,

@@ -1,0 +1,197 @@
+"""A user's mistake costs seconds: exit code 2, one message with the numbers and what to do, no traceback, nothing started.
+
+Mutations tried, each red: the folder made before the config is checked and left there; `Plan.load` after the preparation;
+`MetricsSink` letting OSError through.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshwright.cli import main
+from tests.e2e import helpers as e2e
+from tests.e2e.planted import Plant
+
+
+@pytest.fixture
+def refused(tmp_path, capfd):
+    """`refused(*flags, says=[...])`: the command on the usual config ends with 2 and says so, and leaves nothing."""
+    config = e2e.settings(tmp_path / "config.yaml")
+
+    def call(*flags: str, says: list[str], config: Path = config, nproc: str | None = "2", left: tuple[str, ...] = ()) -> str:
+        run = tmp_path / "run"
+        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        counted = ["--nproc", nproc] if nproc else []
+        assert main(["train", str(config), *counted, f"--run.dir={run}", *flags]) == 2
+        said = capfd.readouterr().err
+        for words in says:
+            assert words in said, said
+        assert "Traceback" not in said and len(re.findall("^(meshwright train|Error): ", said, re.M)) == 1
+        assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+        assert sorted(path.name for path in run.iterdir()) == sorted(left) if left else not run.exists(), list(run.rglob("*"))
+        return said
+
+    return call
+
+
+def test_settings(refused, tmp_path):
+    said = refused("--train.stepz=3", "--model.width=-1", says=["--train.stepz", "Did you mean 'steps'?", "--model.width"])
+    assert "greater than or equal to 1" in said
+    refused("--model.heads=5", says=["model.width: 64 is not divisible by model.heads 5"])
+    refused("--model.positions=learned", "--data.seq_len=128", says=["data.seq_len: 128 is more than the 64 learned positions"])
+    refused("--evaluate.every=5", "--data.valid_fraction=0", says=["evaluate.every", "nothing is held out"])
+    refused("--objective.kind=masked_lm", says=["objective.kind", "decoder"])
+    refused("--objective.kind=nonsense", says=["objective.kind: 'nonsense' is not known", "causal_lm"])
+    refused("--run.modules=[/nowhere/mine.py]", says=["run.modules: there is no file /nowhere/mine.py"])
+    broken = tmp_path / "mine.py"
+    broken.write_text("x = 1\nraise ValueError('mine')\n")
+    refused(f"--run.modules=[{broken}]", says=[f"{broken}:2: ValueError: mine"])
+
+
+def test_files(refused, tmp_path):
+    refused(config=tmp_path / "none.yaml", says=[f"{tmp_path / 'none.yaml'}", "there is no such file"])
+    refused("--data.train=[{path: /nowhere/corpus.txt}]", says=["/nowhere/corpus.txt"])
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    refused(f"--data.train=[{{path: {empty}}}]", says=[str(empty)])
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "good"}\n\n{"text": "cut\n')
+    refused(f"--data.train=[{{path: {broken}}}]", says=[f"{broken}, line 3"])
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"body": "good"}\n')
+    refused(f"--data.train=[{{path: {other}}}]", says=[str(other), "'text'", "body"])
+
+
+def test_a_corpus_that_does_not_fit(refused, tmp_path):
+    refused("--train.batch=1000", says=["data.train", "rows of 32 tokens, fewer than one global batch of 1000"])
+    refused("--model.vocab=100", says=["model.vocab", "the tokenizer has 315 tokens, the model only 100"])
+    three = tmp_path / "three.jsonl"
+    three.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
+    flags = (f"--data.train=[{{path: {three}}}]", f"--data.tokenizer.path={e2e.corpus() / 'tokenizer'}", "--data.workers=1")
+    said = refused(*flags, "--train.batch=1", says=["data.valid_fraction: 0.05 of 3 documents is 0 held out"], left=("data",))
+    assert "Set it to 0.33 or more" in said
+    refused(*flags, "--data.valid_fraction=0", says=["fewer than one global batch of 10"], left=("data",))
+
+
+def test_options(refused, tmp_path):
+    refused("--nproc", "0", nproc=None, says=["Invalid value for '--nproc'", "greater than or equal to 1"])
+    refused("--nproc=many", nproc=None, says=["Invalid value for '--nproc'", "integer"])
+    for spec in ("10", "5:2", "0:1", "a:b"):
+        refused("--profile", spec, says=[f"--profile: {spec!r} is not FIRST:LAST", "--profile 10:12"])
+    refused("--profile", "50:60", says=["--profile: begins at step 50, but the run has 20 steps"])
+    refused("--max-restarts", "-1", says=["Invalid value for '--max-restarts'"])
+    refused("--resume", str(tmp_path / "nowhere"), says=[str(tmp_path / "nowhere"), "is no run folder"])
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_plans(refused, tmp_path):
+    path = tmp_path / "plan.json"
+
+    def plan(says: list[str], **values: object) -> None:
+        path.write_text(json.dumps({"layout": {"dp_replicate": 2}, "micro_batch": 5, **values}))
+        refused("--plan", str(path), says=says)
+
+    refused("--plan", str(path), says=[f"{path}: cannot be read: No such file"])
+    path.write_text("{")
+    refused("--plan", str(path), says=[f"{path}: is not JSON"])
+    plan([f"{path}: unknown key 'micro'"], micro=3)
+    plan(["plan.precision", "fp31", "plan.micro_batch", "0"], precision="fp31", micro_batch=0)
+    plan(["--plan: is for 4 ranks, but 2 are started", "Give --nproc 4"], layout={"dp_replicate": 4})
+    plan(["layout.tp: 2, but tensor parallelism is not available"], layout={"tp": 2})
+    plan(["--plan: says precision fp64, but the config says fp32"], precision="fp64")
+
+
+def test_folders(refused, tmp_path, capfd):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "notes.txt").write_text("mine")
+    refused(says=[f"{tmp_path / 'run'}: is not empty (notes.txt)", "--resume latest"], left=("notes.txt",))
+    refused("--resume", "latest", says=["is not empty (notes.txt)"], left=("notes.txt",))
+    shutil.rmtree(tmp_path / "run")
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    for folder, why in (
+        (blocked, "it is a file"),
+        (blocked / "run", "Not a directory"),
+        (Path("/proc/none/run"), "cannot be used"),
+    ):
+        assert main(["train", str(tmp_path / "config.yaml"), f"--run.dir={folder}"]) == 2
+        said = capfd.readouterr().err
+        assert str(folder) in said and why in said and "Traceback" not in said
+    config = e2e.settings(tmp_path / "config.yaml")
+    assert (
+        main(
+            [
+                "train",
+                str(config),
+                f"--run.dir={tmp_path / 'run'}",
+                "--data.cache=/proc/none",
+                f"--data.train=[{{path: {e2e.raw()}}}]",
+            ]
+        )
+        == 2
+    )
+    said = capfd.readouterr().err
+    assert "/proc/none" in said and "Traceback" not in said and not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_leaves_nothing(tmp_path, capfd):
+    config = e2e.settings(tmp_path / "config.yaml")
+    assert main(["train", str(config), "--nproc", "2", f"--run.dir={tmp_path / 'run'}", "--dry-run"]) == 0
+    assert "dry run: nothing was started" in capfd.readouterr().out and not (tmp_path / "run").exists()
+
+
+# ---- a disk that fills up -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    if mount is None or umount is None or os.geteuid() != 0:
+        pytest.skip("mounting a file system needs root")
+    done = subprocess.run([mount, "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if done.returncode != 0:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run([umount, "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("at", ["before save", "before step"])
+def test_a_disk_that_fills_up_costs_no_checkpoint(ranks, small_disk, tmp_path, at):
+    config = e2e.settings(tmp_path / "config.yaml", checkpoint={"every": 4})
+    e2e.train_in(ranks(2), config, tmp_path / "whole")
+    run = small_disk / "run"
+    fill = Plant("fill", at, nth=2 if at == "before save" else 6, rank=0, path=str(small_disk / "ballast"))
+    said = e2e.train(config, run, plants=[fill]).wait(2)
+    assert "free" in said.err and "Traceback" not in said.err, said.err
+    assert e2e.newest(run).name == "step-00000004"
+    (small_disk / "ballast").unlink()
+    e2e.train(config, run, "--resume", "latest").wait()
+    e2e.assert_same(run, tmp_path / "whole")
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_first_step(small_disk, tmp_path):
+    config = e2e.settings(tmp_path / "config.yaml", model={"vocab": 20000})
+    said = e2e.train(config, small_disk / "run").wait(2)
+    assert re.search(r"\d checkpoints of [\d.]+ MiB need [\d.]+ MiB more, [\d.]+ MiB are free", said.err), said.err
+    assert "Traceback" not in said.err
+    assert e2e.steps_done(small_disk / "run") == 0
+
+
+def test_a_limit_on_file_size_is_named_before_the_first_step(tmp_path):
+    config = e2e.settings(tmp_path / "config.yaml")
+    code = "import resource as r, runpy; r.setrlimit(r.RLIMIT_FSIZE, (200_000,) * 2); "
+    limited = ("-c", f"{code}runpy.run_module('meshwright', run_name='__main__')")
+    said = e2e.Command("train", config, f"--run.dir={tmp_path / 'run'}", "--nproc", 2, start=limited).wait(2)
+    assert "limit on file size is 195.3 KiB" in said.err and "ulimit -f" in said.err and "Traceback" not in said.err

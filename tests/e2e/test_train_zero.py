@@ -28,7 +28,8 @@ def test_every_layout_trains_as_one_rank_does(ranks, tmp_path):
         folder = tmp_path / str(number)
         e2e.train_in(ranks(layout.world), config, folder, plan=Plan(layout, micro_batch=2, precision="fp64", bucket_mib=1))
         assert_close(folder, tmp_path / "one", 1e-9)
-        assert any("noise_scale" in record for record in e2e.records(folder)), layout
+        # measured twice in 20 steps; so early the estimate itself may still be negative, and then no figure is shown
+        assert e2e.state(e2e.newest(folder))["noise"]["updates"] == 2, layout
 
 
 def test_a_run_changes_its_layout_at_each_resume(ranks, tmp_path):

@@ -141,9 +141,7 @@ class Golden:
         lines += ["  },", '  "fp32": {']
         machines = []
         for machine, series in sorted(self.fp32.items()):
-            inner = [
-                f'      "{figure}": {json.dumps([value.hex() for value in values])}' for figure, values in series.items()
-            ]
+            inner = [f'      "{figure}": {json.dumps([value.hex() for value in values])}' for figure, values in series.items()]
             machines.append("\n".join([f"    {json.dumps(machine)}: {{", *_joined(inner), "    }"]))
         lines += [*_joined(machines), "  }"]
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,8 +168,16 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    found = dict(reversed([tuple(part.strip() for part in line.split(":", 1)) for line in lines if ":" in line]))
-    words = [found.get("vendor_id", platform.machine()), "family", found.get("cpu family", "?"), "model", found.get("model", "?")]
+    found: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        found.setdefault(name.strip(), value.strip())
+    words = [
+        found.get("vendor_id", platform.machine()),
+        "family",
+        found.get("cpu family", "?"),
+        "model",
+        found.get("model", "?"),
+    ]
     return " ".join(words)
 
 

@@ -160,9 +160,7 @@ def execute(config: Config, rows: Dataset, micro_batch: int, plan: dict[str, Any
         return _run(config, rows, made, folder, ranks, stack)
 
 
-def _run(
-    config: Config, rows: Dataset, plan: Plan, folder: RunFolder, ranks: Ranks, stack: contextlib.ExitStack
-) -> Result:
+def _run(config: Config, rows: Dataset, plan: Plan, folder: RunFolder, ranks: Ranks, stack: contextlib.ExitStack) -> Result:
     folder.create(resume=False)
     folder.write_config(Resolved(config, {}))
     data = worker.RunData(rows, None, FINGERPRINT)

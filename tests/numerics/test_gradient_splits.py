@@ -52,7 +52,9 @@ class Split:
 
     def data(self) -> Dataset:
         classes, kind = self.config.model.classes or 0, self.config.objective.kind
-        store = corpus(90, self.longest, classes=classes if kind == "classify" else 0, prompts=self.config.objective.response_only)
+        store = corpus(
+            90, self.longest, classes=classes if kind == "classify" else 0, prompts=self.config.objective.response_only
+        )
         return Quiet(dataset(self.config, store), frozenset(self.quiet))
 
 
@@ -92,8 +94,8 @@ def whole() -> dict[str, Result]:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_gradients_do_not_depend_on_the_split(ranks, whole, world):
-    # Red (each tried): loss divided by this rank's targets, or by a micro-step's; gradients averaged over ranks; the last
-    # micro-step overwriting the others; padded rows that repeat a real one; documents of padded rows that share index 0.
+    # Red (each tried): loss divided by this rank's targets, or by a micro-step's; gradients averaged over ranks; half of an
+    # earlier micro-step forgotten; padded rows with the labels of a real one, or counted as targets.
     worst = {}
     for name in SPLITS:
         outcomes = ranks(world).run(gradients, name)
@@ -105,7 +107,6 @@ def test_gradients_do_not_depend_on_the_split(ranks, whole, world):
                 ours = outcomes[rank][index].gradients
                 worst[name, micro] = largest_difference(ours, whole[name].gradients)
                 assert all(torch.equal(ours[key], value) for key, value in first.gradients.items())  # the same bits
-    print(world, max((f"{v:.1e}", k) for k, v in worst.items()))
     assert max(worst.values()) < TOLERANCE, {case: value for case, value in worst.items() if value >= TOLERANCE}
 
 

@@ -53,7 +53,7 @@ def resolve(source: YamlSource, file: str, overrides: Sequence[str] = ()) -> Res
     values = copy.deepcopy(source.values)
     origin = {key: f"{file}:{line}" for key, line in source.lines.items()}
     findings = _apply_overrides(values, origin, overrides)
-    findings += _apply_recipe(values, origin)
+    findings += [Finding(_place(f.where, origin, file), f.what, f.fix) for f in _apply_recipe(values, origin)]
     try:
         config = Config.model_validate(values)
     except ValidationError as error:

@@ -86,7 +86,7 @@ def test_without_the_chinese_packages_the_command_that_installs_them_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(corpus, "DEBIAN_LISTS", tmp_path / "none")
-    assert main(["train", "examples/quickstart-zh.yaml", f"--run.dir={tmp_path / 'run'}", "--dry-run"]) == 2
+    assert main(["train", "examples/quickstart-zh.yaml", f"--run.dir={tmp_path / 'run'}"]) == 2
     message = capsys.readouterr().err
     assert re_command(message) == "apt-get install manpages-zh fortunes-zh debian-reference-zh-cn"
 

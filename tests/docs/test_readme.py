@@ -162,6 +162,10 @@ def shortened(args: list[str], number: int) -> list[str]:
         return [*args, "--compare", "weights"]
     if args[0] != "train":
         return args
+    for option in ("--max-restarts", "--nproc", "--devices", "--nnodes", "--rdzv"):  # for the launcher, and this is a rank
+        if option in args:
+            at = args.index(option)
+            args = [*args[:at], *args[at + 2 :]]
     resumed = "--resume" in args
     more = [*TINY, f"--train.steps={2 + number if resumed else 2}"]
     if "my.yaml" in args:

@@ -76,7 +76,7 @@ def test_missing_and_unreadable_files(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file"):
         load_config(tmp_path / "none.yaml")
     (tmp_path / "gbk.yaml").write_bytes("run: {dir: 训练}\n".encode("gbk"))
-    with pytest.raises(ConfigError, match="is not UTF-8 at byte 11"):
+    with pytest.raises(ConfigError, match="is not UTF-8 at byte 13"):
         load_config(tmp_path / "gbk.yaml")
     (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbftrain: {batch: 7}\n")
     assert load_config(tmp_path / "bom.yaml").config.train.batch == 7

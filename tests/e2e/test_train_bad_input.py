@@ -1,7 +1,6 @@
 """A user's mistake costs seconds: exit code 2, one message with the numbers and what to do, no traceback, nothing started.
 
-Mutations tried, each red: the folder made before the config is checked and left there; `Plan.load` after the preparation;
-`MetricsSink` letting OSError through.
+Mutations tried, each red: `set_up` leaving the folder that it made; `MetricsSink` letting OSError through.
 """
 
 from __future__ import annotations
@@ -167,7 +166,7 @@ def small_disk(tmp_path) -> Iterator[Path]:
     subprocess.run([umount, "-l", str(folder)], check=True)
 
 
-@pytest.mark.parametrize("at", ["before save", "before step"])
+@pytest.mark.parametrize("at", ["before save", pytest.param("before step", marks=pytest.mark.slow)])
 def test_a_disk_that_fills_up_costs_no_checkpoint(ranks, small_disk, tmp_path, at):
     config = e2e.settings(tmp_path / "config.yaml", checkpoint={"every": 4})
     e2e.train_in(ranks(2), config, tmp_path / "whole")

@@ -1,20 +1,21 @@
 """SIGKILL of every process of a run, again and again: what is left is always enough to go on as if nothing had happened.
 
-The moments are drawn by committed seeds. Mutations tried, each red: `publish` renaming before the manifest is written;
-`MetricsWriter` keeping a torn last line; the line of a step written after its checkpoint; `Loader` begun one batch late.
+The moments are drawn by committed seeds. Mutations tried, each red: `MetricsWriter` keeping a torn last line; the data
+position of a resume late by one row.
 """
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.e2e import helpers as e2e
 from tests.e2e.planted import Plant
 
-STORY = {
+STORY: dict[str, Any] = {
     "train": {"micro_batch": 2, "ema": 0.9, "ramp": {"start": 6, "increment": 2, "samples": 60}},
     "data": {"workers": 1, "tokenizer": {"vocab": 320}},
     "evaluate": {"every": 5},

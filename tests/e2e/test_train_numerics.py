@@ -1,7 +1,7 @@
 """Numbers that are not finite, batches without a target, ragged ends: named, counted, and never silently learned from.
 
-Mutations tried, each red: the overflow decision taken on this rank's gradient alone; `state.updates` counting skipped steps;
-the step without targets updating with weight decay; `on_nonfinite` read by rank 0 only; the tail of an epoch filled up.
+Mutations tried, each red: updating although the norm is not finite; `state.updates` counting skipped steps; the step without
+targets updating (weight decay and moments move).
 """
 
 from __future__ import annotations

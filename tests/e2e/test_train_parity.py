@@ -1,8 +1,8 @@
 """The number of ranks, the split into micro-batches and overlap change nothing but rounding.
 
 Mutations tried, each red: `train_step` dividing by the rank's own targets; `position_keys` keyed by the row's place in the
-micro-batch instead of its sample; clipping by the norm before the reduction; `Loader._share` dealing floor(rows / ranks)
-rows; the padded rows of a ragged end given real labels.
+micro-batch instead of its sample; the clip on rank 0 only; `Loader._share` dealing floor(rows / ranks) rows; padded rows with
+real labels; a bucket launched before its last gradient has arrived.
 """
 
 from __future__ import annotations
@@ -129,7 +129,6 @@ def test_a_classifier_is_the_same_on_any_ranks(ranks, tmp_path):
 
 
 def test_overlap_is_bitwise_the_same_as_none(ranks, tmp_path):
-    # Mutation tried: launching a bucket before its last gradient has arrived.
     config = e2e.settings(tmp_path / "config.yaml", model={"vocab": 8192}, train={"steps": 10})
     plan = Plan(Layout(dp_replicate=2), micro_batch=3, overlap=True, bucket_mib=1)
     for name, chosen in (("on", plan), ("off", replace(plan, overlap=False))):

@@ -1,8 +1,8 @@
 """A run that was stopped and resumed is the run that was not stopped: bitwise on the same ranks, rounding on others.
 
-Mutations tried, each red: `restore` without the moments; `state.updates` not restored; the loader begun at `state.step *
-batch` instead of `state.consumed` (the ramp finds it); EMA restarted from the weights; the noise scale not restored;
-`MetricsWriter` keeping the lines after the checkpoint's step.
+Mutations tried, each red: moments zeroed; `state.updates`, the patience, the noise scale or the loss scale not restored; the
+loader begun at `state.step * batch` instead of `state.consumed` (the ramp finds it); EMA restarted from the weights;
+`MetricsWriter` dropping the line of the checkpoint's own step; the refusal only after the folder is written.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_another_run_is_refused_with_both_values_and_nothing_is_touched(story, c
     assert f"{key}: is {now}, but " in said and f"was made with {then}" in said and "Traceback" not in said
     after = {path: path.stat().st_mtime_ns for path in (story / "run").rglob("*") if path.is_file()}
     changed = {path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    assert changed <= {"corpus.json"}, "where the data lies is noted anew; it is no setting of the run"
+    assert changed <= {"corpus.json", ".lock"}, "where the data lies, and who looks, are no settings of the run"
 
 
 def test_a_run_without_a_checkpoint_begins_again_and_says_so(ranks, story, tmp_path):
@@ -191,3 +191,15 @@ def test_a_finished_run_that_is_resumed_stays_as_it_is(ranks, story, tmp_path):
     for name in ("metrics.jsonl", "result.json"):
         assert (tmp_path / "run" / name).read_bytes() == (story / "run" / name).read_bytes()
     e2e.assert_same(tmp_path / "run", story / "run")
+
+
+def test_a_resume_takes_the_prepared_corpus_as_it_is(ranks, tmp_path):
+    # Mutation tried: `prepare(overwrite=True)` making a corpus anew that is there already.
+    data = {"workers": 1, "tokenizer": {"vocab": 320}}
+    config = e2e.settings(tmp_path / "config.yaml", e2e.raw(), data=data)
+    e2e.train_in(ranks(2), config, tmp_path / "run", "--train.steps=6", "--train.schedule.total=9")
+    kept = [path for path in (tmp_path / "run" / "data").rglob("*") if path.is_file() and path.name != "corpus.json"]
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept}
+    e2e.train_in(ranks(2), config, tmp_path / "run", "--train.steps=9", "--train.schedule.total=9", resume=True)
+    assert before and before == {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in kept}
+    assert e2e.column(tmp_path / "run", "step") == list(range(1, 10))

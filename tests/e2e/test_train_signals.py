@@ -1,8 +1,7 @@
 """Ends from outside, and starts by others: nothing is left running, nothing mixes, and the numbers are the same.
 
 SIGINT and SIGTERM to a healthy run, and what a resume makes of them, are in test_train_resume.py. Mutations tried, each red:
-the watchdog never started; `tie_to_parent` not called; RANK believed without a launcher's mark; each Slurm task a run of its
-own.
+the watchdog never started; `tie_to_parent` not called; a Slurm task that takes itself for a run of its own.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
     python -m tests.numerics.goldens --pinned            # the same under the pinned environment (below)
     python -m tests.numerics.goldens --fp32              # half of it
     python -m tests.numerics.goldens [--pinned] --write  # record what is missing; values that differ are shown and refused
-    python -m tests.numerics.goldens [--pinned] --write --replace       # ... and overwritten
+    python -m tests.numerics.goldens [--pinned] --write --replace       # ... and overwritten; if it is more than bits of
+                                                         # fp32 that changed, the other machines must be recorded again
 
 **Every change of a recorded value needs its reason in the message of the commit that makes it**: which change of the code
 moved the numbers, and why the new ones are right. A golden that nobody can explain is worth nothing.
@@ -17,10 +18,11 @@ fp64           decimal numbers. They hold to 1e-10 on every machine, and are alw
 fp32           `float.hex` of every number, by the key of the machine. Compared bit for bit where the key is known.
 
 What decides the bits of fp32 was tried out on one machine by changing one thing at a time. Nothing differed from run to run,
-or with OMP_NUM_THREADS (a run here computes on one thread). The bits do differ by each of: the vector instructions of
-torch's own kernels (ATEN_CPU_CAPABILITY), the code path of MKL (MKL_CBWR, else chosen by the maker and model of the CPU),
-that of oneDNN (ONEDNN_MAX_CPU_ISA, else by the instructions of the CPU). So the key names torch, capability and CPU. `PINNED`
-sets all of them to the least that every x86-64 CPU has, with the C library's exp and log: under it the key names no CPU.
+with OMP_NUM_THREADS (a run here computes on one thread), or with the variants of exp and log that the C library chooses by
+the CPU (GLIBC_TUNABLES). The bits do differ by each of: the vector instructions of torch's own kernels
+(ATEN_CPU_CAPABILITY), the code path of MKL (MKL_CBWR, else chosen by the maker and model of the CPU), that of oneDNN
+(ONEDNN_MAX_CPU_ISA, else by the instructions of the CPU). So the key names torch, capability and CPU. `PINNED` sets all
+three to the least that every x86-64 CPU has: under it the key names the C library and no CPU.
 """
 
 from __future__ import annotations
@@ -57,7 +59,6 @@ PINNED = {
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "COMPATIBLE",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX,-AVX2,-FMA,-FMA4,-AVX512F",
 }
 
 Series = dict[str, list[float]]
@@ -243,6 +244,12 @@ def merge(old: Golden | None, new: Golden) -> tuple[Golden, list[str]]:
     return Golden(old.rows, old.weights, old.fp64, {**new.fp32, **old.fp32}), lines
 
 
+def replace(new: Golden, old: Golden | None, lines: list[str]) -> Golden:
+    """`new` over `old`. Other machines keep their fp32 only where nothing but fp32 changed: else it is stale."""
+    bits_only = old is not None and all(line.startswith("fp32") for line in lines)
+    return Golden(new.rows, new.weights, new.fp64, {**(old.fp32 if bits_only and old is not None else {}), **new.fp32})
+
+
 def _fresh(name: str, old: Golden | None, fp32_only: bool) -> Golden:
     fp64 = old.fp64 if fp32_only and old is not None else measure(name, "fp64")
     return Golden(*digests(name), fp64, {key(): measure(name, "fp32")})
@@ -257,6 +264,8 @@ def main(argv: list[str] | None = None, folder: Path = FOLDER) -> int:
     parser.add_argument("--pinned", action="store_true", help="run under the pinned environment")
     parser.add_argument("--fp32", action="store_true", help="leave out fp64 where it is recorded")
     args = parser.parse_args(argv)
+    if args.fp32 and args.replace:
+        parser.error("--replace records fp64 too: leave --fp32 out")
     if args.pinned and any(os.environ.get(name) != value for name, value in PINNED.items()):
         os.execve(sys.executable, [sys.executable, "-m", "tests.numerics.goldens", *sys.argv[1:]], {**os.environ, **PINNED})
     unknown = changed = False
@@ -267,12 +276,12 @@ def main(argv: list[str] | None = None, folder: Path = FOLDER) -> int:
         missing = old is None or key() not in old.fp32
         print(f"{name} ({key()}): {'not recorded' if missing else 'differs' if lines else 'as recorded'}")
         print("".join(f"  {line}\n" for line in lines), end="")
-        replaced = args.replace and bool(lines)
         unknown |= missing and not args.write
         changed |= bool(lines) and not (args.write and args.replace)
-        if args.write and (replaced or (missing and not lines)):
-            others = {} if old is None else old.fp32
-            (Golden(new.rows, new.weights, new.fp64, {**others, **new.fp32}) if replaced else kept).save(name, folder)
+        if args.write and lines and args.replace:
+            replace(new, old, lines).save(name, folder)
+        elif args.write and missing and not lines:
+            kept.save(name, folder)
     if changed and args.write:
         print("refused: give --replace to overwrite, and say why in the commit message")
     return 1 if changed else 3 if unknown else 0

@@ -135,8 +135,8 @@ def dataset(config: Config, store: FakeStore | None = None) -> RowDataset:
 class Result:
     """losses, norms: of every step, None where there was no target. records: the lines of metrics.jsonl.
 
-    gradients: of the last step, after reduction, not clipped. weights: the masters; averages: of the weights. `losses`,
-    `norms` and `records` are there on the first rank only.
+    gradients: of the last step, after reduction, not clipped. weights: the masters; averages: of the weights. The first
+    three are there on the first rank only, the others where no tensor is sharded.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -147,17 +147,16 @@ class Result:
     averages: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def execute(config: Config, rows: Dataset, micro_batch: int, plan: dict[str, Any] | None = None) -> Result:
-    """One run over all ranks of the pool, or over this process where it is no rank. plan: further settings of the plan."""
+def execute(config: Config, rows: Dataset, micro_batch: int, layout: Layout | None = None) -> Result:
+    """One run over all ranks of the pool, or over this process where it is no rank. layout: default: every rank has all."""
     with contextlib.ExitStack() as stack:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         stack.callback(torch.set_num_threads, threads)
         ranks = joined() if dist.is_initialized() else stack.enter_context(init_world(World(), "cpu"))
         folder = RunFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="numerics-"))) / "run")
-        settings = {"precision": config.precision, **(plan or {})}
-        made = Plan(Layout(dp_replicate=ranks.size), micro_batch, **settings)
-        return _run(config, rows, made, folder, ranks, stack)
+        plan = Plan(layout or Layout(dp_replicate=ranks.size), micro_batch, config.precision)
+        return _run(config, rows, plan, folder, ranks, stack)
 
 
 def _run(config: Config, rows: Dataset, plan: Plan, folder: RunFolder, ranks: Ranks, stack: contextlib.ExitStack) -> Result:
@@ -169,7 +168,8 @@ def _run(config: Config, rows: Dataset, plan: Plan, folder: RunFolder, ranks: Ra
     train(run)
     records = read_metrics(folder.metrics) if ranks.rank == 0 else []
     result = Result([record["loss"] for record in records], [record["grad_norm"] for record in records], records)
-    _take_tensors(run.engine, result)
+    if not plan.layout.zero:
+        _take_tensors(run.engine, result)
     return result
 
 

@@ -134,7 +134,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*out, None, None, None)
 
 
-@torch.compiler.disable
 def linear_cross_entropy(
     hidden_ND: torch.Tensor,
     weight_VD: torch.Tensor,
@@ -158,7 +157,7 @@ def linear_cross_entropy(
     z_sum     the z term alone, detached; the cross-entropy to report is loss_sum - z_sum
     correct   int64 count of targets that are the (first) largest logit
 
-    Call it outside compiled regions; it breaks the graph by itself. First derivatives only.
+    Call it outside compiled regions. First derivatives only.
     """
     if chunk is None:
         chunk = _chunk_rows(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND)

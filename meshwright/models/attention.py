@@ -38,7 +38,7 @@ def _varlen() -> tuple[Callable[..., Any], bool] | None:
     return (varlen_attn, "enable_gqa" in known) if "window_size" in known else None
 
 
-_VARLEN = _varlen()
+_VARLEN = _varlen() if torch.accelerator.is_available() else None  # importing it costs a second and loads the compiler
 
 
 def block_mask(

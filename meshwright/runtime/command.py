@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainCommand"]
 
-FOREIGN_JOIN_SECONDS = 24 * 3600.0
-"""Under torchrun or Slurm all ranks start at once, and the others wait while the first prepares the data."""
-
 STOPPED = 143
 """Exit code of a rank without a launcher of ours that saved and stopped: SIGTERM's, so that a job is not taken for done."""
 
@@ -121,12 +118,14 @@ class TrainCommand:
         folder = RunFolder(resolved.config.run.dir)
         device_type = _device_type(resolved)
         resume = self._is_resume(folder) or (world.restart > 0 and folder.config.is_file())
-        if world.rank == 0:
+
+        def prepare() -> None:
             plan = Plan.load(self.plan) if self.plan else None
             target = Target(world.world, device_type, _device_bytes(device_type))
             ready = set_up(resolved, target, folder, plan=plan, resume=resume, write=True, say=_say, profile=self.profile)
             show(ready.resolved, ready)
-        outcome = start(world, Job(folder, resume, self.profile), device_type, join_timeout=FOREIGN_JOIN_SECONDS)
+
+        outcome = start(world, Job(folder, resume, self.profile), device_type, prepare)
         if not outcome.finished:  # an elastic agent says so itself, and would take a code for a failure
             return 0 if world.source == "elastic" else STOPPED
         if world.rank == 0:

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ from meshwright.distributed.reduce import broadcast_json
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks, init_world
-from meshwright.errors import NumericsError
+from meshwright.errors import MeshwrightError, NumericsError, UserError
 from meshwright.models import build, initialize
 from meshwright.observe.clock import StepClock
 from meshwright.observe.flops import peak_rate
@@ -248,12 +249,36 @@ def _machine(run: Context) -> dict[str, str]:
     }
 
 
-def start(world: World, job: Job, device_type: str | None = None, join_timeout: float = 300.0) -> Outcome:
-    """Meet the other ranks and run. After an automatic restart it goes on from the newest checkpoint by itself."""
-    with init_world(world, device_type or devices.pick(), join_timeout=join_timeout) as ranks:
+PREPARING_SECONDS = 24 * 3600.0
+"""How long the other ranks wait while the first prepares; once training has begun, the watchdog's limit counts."""
+
+
+def start(world: World, job: Job, device_type: str | None = None, prepare: Callable[[], object] | None = None) -> Outcome:
+    """Meet the other ranks and run. After an automatic restart it goes on from the newest checkpoint by itself.
+
+    prepare: called by the first rank once all have met, where nobody prepared the folder before; what it refuses ends all.
+    """
+    timeout = PREPARING_SECONDS if prepare is not None else 1800.0
+    with init_world(world, device_type or devices.pick(), timeout=timeout) as ranks:
+        if prepare is not None:
+            _on_the_first(prepare, ranks)
         # ranks that somebody else started looked at the folder at different times: the first one's answer counts
         resume = broadcast_json(job.resume or world.restart > 0, ranks.control)
         return run_job(replace(job, resume=resume), ranks)
+
+
+def _on_the_first(prepare: Callable[[], object], ranks: Ranks) -> None:
+    refusal: MeshwrightError | None = None
+    if ranks.rank == 0:
+        try:
+            prepare()
+        except MeshwrightError as error:
+            refusal = error
+    code = broadcast_json(refusal.exit_code if refusal is not None else 0, ranks.control)
+    if refusal is not None:
+        raise refusal
+    if code:
+        raise (UserError if code == UserError.exit_code else MeshwrightError)("rank 0 refused to start; its message says why")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -160,7 +160,7 @@ def test_never_holds_all_logits() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at it, of a tensor between two graphs
-def test_breaks_the_graph_cleanly() -> None:
+def test_inside_a_compiled_function() -> None:
     hidden, weight, bias, labels = _case(torch.float32)
 
     def step(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

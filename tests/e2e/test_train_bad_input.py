@@ -76,7 +76,8 @@ def test_a_corpus_that_does_not_fit(refused, tmp_path):
     three = tmp_path / "three.jsonl"
     three.write_text('{"text": "one"}\n{"text": "two"}\n{"text": "three"}\n')
     flags = (f"--data.train=[{{path: {three}}}]", f"--data.tokenizer.path={e2e.corpus() / 'tokenizer'}", "--data.workers=1")
-    said = refused(*flags, "--train.batch=1", says=["data.valid_fraction: 0.05 of 3 documents is 0 held out"], left=("data",))
+    asked = (*flags, "--train.batch=1", "--evaluate.every=1")  # without it a corpus this small trains and holds nothing out
+    said = refused(*asked, says=["data.valid_fraction: 0.05 of 3 documents is 0 held out"], left=("data",))
     assert "Set it to 0.33 or more" in said
     refused(*flags, "--data.valid_fraction=0", says=["fewer than one global batch of 10"], left=("data",))
 

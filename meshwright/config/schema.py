@@ -17,7 +17,7 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
 
 class RunConfig(Section):
@@ -178,7 +178,7 @@ class TrainConfig(Section):
     batch: Count = Field(32, description="Global batch: rows a step over all ranks and micro-steps.")
     micro_batch: Count | None = Field(None, description="Rows a forward on one rank; default: what the plan rule finds.")
     ramp: BatchRamp | None = Field(None, description="Batch that grows at the start.")
-    lr: Positive = Field(3e-4, description="Peak learning rate.")
+    lr: Annotated[float, Field(gt=0, le=1e4)] = Field(3e-4, description="Peak learning rate.")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field("none", description="How lr follows batch / lr_batch.")
     lr_batch: Count | None = Field(None, description="Global batch that lr was tuned for; needed by linear and sqrt.")
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -14,6 +14,10 @@ from meshwright.errors import ConfigError, Finding
 __all__ = ["YamlSource", "parse_scalar", "read_yaml"]
 
 
+DEEPEST, MOST_KEYS = 20, 10_000
+"""Levels and keys that no config has."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `3e-4` as a string and `on` as a truth value; people mean a number and a word."""
 
@@ -80,6 +84,9 @@ def _mapping(
     loader: _Loader, node: yaml.MappingNode, prefix: str, lines: dict[str, int], findings: list[Finding], file: str
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
+    if prefix.count(".") > DEEPEST or len(lines) > MOST_KEYS:  # an alias inside itself, or aliases that multiply
+        where = f"{file}:{node.start_mark.line + 1}"
+        raise ConfigError(findings=[Finding(where, f"more than {MOST_KEYS} keys or {DEEPEST} levels", "Write aliases out")])
     loader.flatten_mapping(node)
     for key_node, value_node in node.value:
         key = str(loader.construct_object(key_node, deep=True))

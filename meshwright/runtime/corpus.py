@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,14 +54,23 @@ class Corpus:
 
         return Tokenizer.load(self.tokenizer_path)
 
-    def datasets(self, config: Config, tokenizer: Tokenizer, task: str | None = None) -> tuple[RowDataset, RowDataset | None]:
-        """The training and the held-out samples. Raises ConfigError and DataError with all findings."""
+    def datasets(
+        self, config: Config, tokenizer: Tokenizer, task: str | None = None, *, verify: bool = False
+    ) -> tuple[RowDataset, RowDataset | None]:
+        """The training and the held-out samples. verify: read every byte of the stores and compare their digests, as is done
+        once before a run starts. Raises ConfigError and DataError with all findings."""
         from meshwright.data.dataset import build_datasets
         from meshwright.data.shards import TokenStore
 
-        train = [TokenStore.open(path) for path in self.train]
-        valid = [TokenStore.open(path) for path in self.valid]
+        train = [TokenStore.open(path, verify) for path in self.train]
+        valid = [TokenStore.open(path, verify) for path in self.valid]
         return build_datasets(config, train, valid, tokenizer, task)
+
+    def digests(self) -> tuple[str, ...]:
+        """sha256 of each store's manifest, which has those of its files: the same digests, the same tokens."""
+        from meshwright.data.sources import MANIFEST
+
+        return tuple(hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest() for path in (*self.train, *self.valid))
 
     def label_names(self) -> tuple[str, ...]:
         """Names of the classes of the training corpora, in the order of their numbers; empty without labels."""
@@ -69,8 +79,12 @@ class Corpus:
         return tuple(TokenStore.open(self.train[0]).label_names or ())
 
 
-def prepare_corpus(config: Config, folder: Path, *, task: str, say: Callable[[str], None]) -> Corpus:
-    """Make the stores that are not there yet, under `data.cache` or `folder`, and note in `folder` where all of them are.
+def prepare_corpus(
+    config: Config, folder: Path, *, task: str, say: Callable[[str], None], label_names: Sequence[str] | None = None
+) -> Corpus:
+    """label_names: classes that the labels must be of; default: those of the first source.
+
+    Make the stores that are not there yet, under `data.cache` or `folder`, and note in `folder` where all of them are.
 
     The tokenizer is data.tokenizer.path, else that of a prepared source, else one trained on the text of data.train.
     """
@@ -84,8 +98,6 @@ def prepare_corpus(config: Config, folder: Path, *, task: str, say: Callable[[st
             what = f"{path} cannot be made: {error.strerror}"
             raise DeviceError(findings=[Finding(where, what, "Choose a folder that can be written")]) from None
     tokenizer, tokenizer_path = _tokenizer(config, base, say)
-
-    label_names: Sequence[str] | None = None
 
     def store(kind: str, number: int, source: Source) -> Path:
         nonlocal label_names
@@ -105,6 +117,9 @@ def prepare_corpus(config: Config, folder: Path, *, task: str, say: Callable[[st
             overwrite=True,
         )
         label_names = label_names or manifest.label_names
+        if manifest.skipped or manifest.empty:
+            first = f", first: {manifest.first_skipped[0]}" if manifest.first_skipped else ""
+            say(f"{source.path}: left out {manifest.skipped} bad and {manifest.empty} empty documents{first}")
         return out.absolute()
 
     train = tuple(store("train", i, source) for i, source in enumerate(config.data.train))

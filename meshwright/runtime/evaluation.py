@@ -12,7 +12,8 @@ from meshwright.config.schema import Source
 from meshwright.data.loader import Loader
 from meshwright.distributed import device as devices
 from meshwright.errors import CheckpointError, Finding
-from meshwright.runtime.corpus import prepare_corpus
+from meshwright.runtime.corpus import Corpus, prepare_corpus
+from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.trained import load_trained
 from meshwright.train.evaluate import sum_batches
 from meshwright.train.objectives import make_objective
@@ -37,6 +38,7 @@ def evaluate_run(
     template = config.data.train[0].model_copy(update={"weight": None, "format": "auto", **(keys or {})})
     sources = [Source(**{**template.model_dump(), "path": path}) for path in data]
     objective = make_objective(config.objective, config.model.classes or 0)
+    notes: list[str] = []
     with tempfile.TemporaryDirectory(prefix="meshwright-evaluate-") as scratch:
         tokenizer_folder = Path(scratch) / "tokenizer"
         trained.tokenizer.save(tokenizer_folder)
@@ -50,9 +52,10 @@ def evaluate_run(
         )
         small = config.train.model_copy(update={"batch": 1, "micro_batch": None, "ramp": None, "tail": "step"})
         config = config.model_copy(update={"data": changed, "train": small})
-        corpus = prepare_corpus(config, Path(scratch) / "data", task=trained.task, say=lambda text: None)
-        _, rows = corpus.datasets(config, trained.tokenizer, trained.task)
+        names = Corpus.load(RunFolder(run).data).label_names() if trained.task == "classify" else None
+        corpus = prepare_corpus(config, Path(scratch) / "data", task=trained.task, say=notes.append, label_names=names)
+        _, rows = corpus.datasets(config, trained.tokenizer, trained.task, verify=True)
         assert rows is not None, "data.valid is given"
         loader = Loader(rows, micro_batch=micro_batch)
         sums = sum_batches(trained.model, objective, loader, rows=0, device=torch.device(device))
-        return objective.figures(sums), list(rows.notes)
+        return objective.figures(sums), [*dict.fromkeys(notes), *rows.notes]

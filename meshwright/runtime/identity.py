@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from meshwright.errors import CheckpointError, Finding
 __all__ = ["identity", "refuse_other_run", "saved_meta"]
 
 
-def identity(config: Config, rows: int, tokenizer: str) -> dict[str, Any]:
-    """JSON values. rows: training rows an epoch. tokenizer: its fingerprint."""
+def identity(config: Config, rows: int, tokenizer: str, stores: Sequence[str]) -> dict[str, Any]:
+    """JSON values. rows: training rows an epoch. tokenizer: its fingerprint. stores: digests of the corpora's manifests."""
     data = config.data
     return {
         "model": config.model.model_dump(mode="json"),
@@ -22,6 +23,7 @@ def identity(config: Config, rows: int, tokenizer: str) -> dict[str, Any]:
         "objective": config.objective.model_dump(mode="json"),
         "data": {"rows": rows, "seq_len": data.seq_len, "packing": data.packing, "document_mask": data.document_mask},
         "tokenizer": tokenizer,
+        "corpora": list(stores),
         "optimizer": config.train.optimizer.kind,
         "precision": "fp64" if config.precision == "fp64" else "fp32 masters",
     }

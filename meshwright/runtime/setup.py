@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from meshwright.checkpoint.retain import FolderLock
 from meshwright.config.load import Resolved
@@ -94,18 +96,26 @@ def _prepare(
     say: Callable[[str], None],
 ) -> Ready:
     """The corpus, and everything that can be known only with it."""
-    corpus = prepare_corpus(resolved.config, folder.data, task=task, say=say)
+    saved = saved_meta(folder.checkpoints) if resume else None
+    if saved is not None:  # the run keeps the rows and the tokenizer it began with, whatever became of its text
+        _refuse_other_data(resolved.config, saved)
+        corpus = Corpus.load(folder.data)
+    else:
+        corpus = prepare_corpus(resolved.config, folder.data, task=task, say=say)
     tokenizer = corpus.tokenizer()
     resolved = _resolve_open(resolved, tokenizer.vocab_size, corpus, task)
     config = resolved.config
     findings = model_rules.check(config.model, task, config.data.seq_len)
     if findings:
         raise ConfigError(findings=findings)
-    train_data, valid_data = corpus.datasets(config, tokenizer, task)
+    train_data, valid_data = corpus.datasets(config, tokenizer, task, verify=True)
+    if valid_data is None and config.data.valid_fraction:
+        say(f"nothing is held out: data.valid_fraction {config.data.valid_fraction} of so few documents is none")
     if config.evaluate.every and valid_data is None:
         raise DataError(findings=[Finding("evaluate.every", "nothing is held out", "Set data.valid or data.valid_fraction")])
-    if resume and (saved := saved_meta(folder.checkpoints)) is not None:
-        refuse_other_run(identity(config, train_data.rows, tokenizer.fingerprint), saved[1]["identity"], saved[0])
+    if saved is not None:
+        now = identity(config, train_data.rows, tokenizer.fingerprint, corpus.digests())
+        refuse_other_run(now, saved[1]["identity"], saved[0])
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
     Profile(profile, total=budget.steps)
     if plan is None:
@@ -115,6 +125,14 @@ def _prepare(
     elif findings := _unfit(plan, config, target):
         raise LayoutError(findings=findings)
     return Ready(resolved, plan, budget, corpus, train_data.rows)
+
+
+def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> None:
+    """What decides the rows must be as it was: the sources, the held-out share and the tokenizer."""
+    path, meta = saved
+    now, then = config.data.model_dump(mode="json"), meta["config"]["data"]
+    keys = ("train", "valid", "valid_fraction", "tokenizer", "cache", "on_bad_row")
+    refuse_other_run({f"data.{key}": now[key] for key in keys}, {f"data.{key}": then.get(key) for key in keys}, path)
 
 
 def _unfit(plan: Plan, config: Config, target: Target) -> list[Finding]:

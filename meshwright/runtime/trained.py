@@ -46,15 +46,16 @@ def load_trained(
     if not folder.config.is_file():
         model, model_config, task = load_model(path, device, dtype)
         return Trained(model.eval(), model_config, task, Tokenizer.load(path), None, Path(path))
-    config = folder.read_config().config
-    load_modules(config.run.modules)
-    task = make_objective(config.objective, config.model.classes or 0).task
     with CheckpointStore(folder.checkpoints, write=False, report=print) as store:
         found = store.best() if best else store.newest()
         if found is None:
             what = "has no best checkpoint" if best else "has no whole checkpoint"
             raise CheckpointError(findings=[Finding(str(folder.path), what, "Train it first")])
-        names = inspect(found)["tensors"]
+        held = inspect(found)
+        names, meta = held["tensors"], held["meta"]
+        config = Config.model_validate(meta["config"])  # not the file in the run folder, which anybody may have edited
+        load_modules(config.run.modules)
+        task = make_objective(config.objective, config.model.classes or 0).task
         kind = "ema" if any(name.startswith("ema/") for name in names) else "model"
         model = build(config.model, task)
         stored = torch.float64 if config.precision == "fp64" else torch.float32
@@ -66,7 +67,11 @@ def load_trained(
         store.load(found, pieces, ignore=["*"])
     if dtype is not None:
         model = model.to(dtype)
-    return Trained(model.eval(), config.model, task, Corpus.load(folder.data).tokenizer(), config, found)
+    tokenizer = Corpus.load(folder.data).tokenizer()
+    if tokenizer.fingerprint != meta["identity"]["tokenizer"]:
+        what = f"its tokenizer at {Corpus.load(folder.data).tokenizer_path} is not the one that {found.name} was trained with"
+        raise CheckpointError(findings=[Finding(str(folder.path), what, "Put the run's own tokenizer back")])
+    return Trained(model.eval(), config.model, task, tokenizer, config, found)
 
 
 def continue_text(

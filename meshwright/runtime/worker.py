@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright import __version__
-from meshwright.checkpoint import CheckpointStore, inspect
+from meshwright.checkpoint import CheckpointStore, inspect, retain
 from meshwright.config.schema import Config
 from meshwright.data.dataset import Dataset
 from meshwright.data.loader import Loader
@@ -26,7 +26,7 @@ from meshwright.distributed.reduce import broadcast_json
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks, init_world
-from meshwright.errors import MeshwrightError, NumericsError, UserError
+from meshwright.errors import CheckpointError, Finding, MeshwrightError, NumericsError, UserError
 from meshwright.models import build, initialize
 from meshwright.observe.clock import StepClock
 from meshwright.observe.flops import peak_rate
@@ -74,6 +74,7 @@ class RunData:
     valid: Dataset | None
     tokenizer: str
     notes: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()
 
 
 def run_job(job: Job, ranks: Ranks) -> Outcome:
@@ -84,7 +85,7 @@ def run_job(job: Job, ranks: Ranks) -> Outcome:
     tokenizer = corpus.tokenizer()
     task = make_objective(config.objective, config.model.classes or 0).task
     train_data, valid_data = corpus.datasets(config, tokenizer, task)
-    data = RunData(train_data, valid_data, tokenizer.fingerprint, train_data.notes)
+    data = RunData(train_data, valid_data, tokenizer.fingerprint, train_data.notes, corpus.digests())
     return run_on(job, config, plan, data, ranks)
 
 
@@ -184,12 +185,16 @@ def build_context(
         stop=stop,
         watchdog=Watchdog(grace=config.run.grace, timeout=config.run.timeout, stop=stop),
         budget=budget,
-        identity=identity(config, data.train.rows, data.tokenizer),
+        identity=identity(config, data.train.rows, data.tokenizer, data.stores),
     )
     if newest is not None and meta is not None:
         refuse_other_run(run.identity, meta["identity"], newest)
         restore(run, newest, meta)
     else:
+        if job.resume and (damaged := retain.find(job.folder.checkpoints)):
+            what = f"none of its {len(damaged)} checkpoints is whole"
+            fix = "Put back a whole one, or start anew in another --run.dir"
+            raise CheckpointError(findings=[Finding(str(job.folder.checkpoints), what, fix)])
         if job.resume:
             progress.note(f"no whole checkpoint in {job.folder.checkpoints}: the run starts from the beginning")
         with engine.masters() as shell:
@@ -211,6 +216,8 @@ def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:
     )
     save_facts(job.folder.path, machine=_machine(run), summary=summary)
     run.progress.note(f"ended: {outcome.reason}")
+    if not outcome.finished and run.saved_at is not None:
+        run.progress.note(f"saved at step {run.saved_at}; go on with: meshwright train --resume {job.folder.path}")
     if run.state.skipped:
         run.progress.note(f"{run.state.skipped} of {run.state.step} steps updated nothing ({NOTHING_UPDATED})")
     if warning := batch_warning(run.config.train.batch, run.recorder.figures.noise):

@@ -139,6 +139,10 @@ def build_context(
         )
     )
     newest = store.newest() if job.resume else None
+    if job.resume and newest is None and (damaged := retain.find(job.folder.checkpoints)):
+        what = f"none of its {len(damaged)} checkpoints is whole"
+        fix = "Put back a whole one, or start anew in another --run.dir"
+        raise CheckpointError(findings=[Finding(str(job.folder.checkpoints), what, fix)])
     meta = inspect(newest)["meta"] if newest is not None else None
     step = meta["state"]["step"] if meta else 0
     figures = Figures(
@@ -191,10 +195,6 @@ def build_context(
         refuse_other_run(run.identity, meta["identity"], newest)
         restore(run, newest, meta)
     else:
-        if job.resume and (damaged := retain.find(job.folder.checkpoints)):
-            what = f"none of its {len(damaged)} checkpoints is whole"
-            fix = "Put back a whole one, or start anew in another --run.dir"
-            raise CheckpointError(findings=[Finding(str(job.folder.checkpoints), what, fix)])
         if job.resume:
             progress.note(f"no whole checkpoint in {job.folder.checkpoints}: the run starts from the beginning")
         with engine.masters() as shell:

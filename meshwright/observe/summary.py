@@ -20,7 +20,8 @@ class Summary:
     """steps, tokens: of the whole run. seconds: wall time of its steps. split: seconds by part, summing to `seconds`.
 
     tokens_per_s, samples_per_s, mfu: over the time without evaluation, the first step of each process left out (kernels are
-    compiled and caches filled there), i.e. the mean of the steps' own figures weighed by their seconds.
+    compiled and caches filled there), i.e. the mean of the steps' own figures weighed by their seconds; mfu of the newest
+    process alone, since a measured peak is another one in each.
     peak_rate: FLOP/s of one device behind `mfu`; peak_source: where it comes from; devices: how many.
     usage: means and peaks of `meshwright.observe.resources.Usage` of rank 0.
     """
@@ -60,6 +61,8 @@ def summarise(
         for part, seconds in (record.get("split") or {}).items():
             split[part] = split.get(part, 0.0) + seconds
     wall = split.pop("wall", sum(split.values()))
+    # a measured peak is another one in each process, so shares of it are those of the newest
+    newest = [record for record in records if record.get("process") == records[-1].get("process")]
     losses = [record["loss"] for record in records if record.get("loss") is not None]
     held_out = [record["val_loss"] for record in records if record.get("val_loss") is not None]
     return Summary(
@@ -69,7 +72,7 @@ def summarise(
         split=split,
         tokens_per_s=_steady(records, "tokens_per_s"),
         samples_per_s=_steady(records, "samples_per_s"),
-        mfu=_steady(records, "mfu"),
+        mfu=_steady(newest, "mfu"),
         peak_rate=peak_rate,
         peak_source=peak_source,
         devices=devices,

@@ -13,7 +13,7 @@ from meshwright.config.schema import Config, ModelConfig
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError, Finding
 from meshwright.models import build, generate
-from meshwright.models.files import load_model, model_tensors
+from meshwright.models.files import DESCRIPTION, load_model, model_tensors
 from meshwright.models.initialize import materialise
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
@@ -43,6 +43,9 @@ def load_trained(
     Raises CheckpointError when there is no run, no whole checkpoint, or no tokenizer.
     """
     folder = RunFolder(path)
+    if not folder.config.is_file() and not (folder.path / DESCRIPTION).is_file():
+        what = f"is neither a run folder (no {folder.config.name}) nor a model folder (no {DESCRIPTION})"
+        raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
     if not folder.config.is_file():
         model, model_config, task = load_model(path, device, dtype)
         return Trained(model.eval(), model_config, task, Tokenizer.load(path), None, Path(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Sequence
@@ -158,11 +159,9 @@ def _trained(config: Config, base: Path, say: Callable[[str], None]) -> Path:
     path, note = base / "tokenizer", base / "tokenizer" / "made-from.json"
     files = [[entry.name, entry.size, entry.modified_ns] for entries in find(config.data.train) for entry in entries]
     settings = {"vocab": wanted.vocab, "sample_bytes": wanted.sample_bytes, "files": files}
-    try:
+    with contextlib.suppress(OSError, ValueError):  # none yet, or one that was cut short: it is made again
         if json.loads(note.read_text(encoding="utf-8")) == settings:
             return path
-    except (OSError, ValueError):
-        pass  # none yet, or one that was cut short: it is made again
     say(f"training a byte-level BPE of {wanted.vocab} tokens")
     tokenizer_for(config.data.train, wanted, config.data.on_bad_row).save(path)
     note.write_text(json.dumps(settings), encoding="utf-8")

@@ -70,9 +70,10 @@ def load_trained(
         store.load(found, pieces, ignore=["*"])
     if dtype is not None:
         model = model.to(dtype)
-    tokenizer = Corpus.load(folder.data).tokenizer()
+    corpus = Corpus.load(folder.data)
+    tokenizer = corpus.tokenizer()
     if tokenizer.fingerprint != meta["identity"]["tokenizer"]:
-        what = f"its tokenizer at {Corpus.load(folder.data).tokenizer_path} is not the one that {found.name} was trained with"
+        what = f"its tokenizer at {corpus.tokenizer_path} is not the one that {found.name} was trained with"
         raise CheckpointError(findings=[Finding(str(folder.path), what, "Put the run's own tokenizer back")])
     return Trained(model.eval(), config.model, task, tokenizer, config, found)
 

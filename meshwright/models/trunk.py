@@ -24,6 +24,10 @@ class Trunk(nn.Module):
     config, task  what it was built from
     max_len       longest sequence it is meant for
     table         how each parameter is filled and split
+    split, merge  the identity on one device. Where positions are spread over ranks, `split` takes what has one entry a
+                  position, [B or 1, S, ...], to the positions that are here, and `merge` hidden states back to whole rows
+
+    A part of the model is the model with None in place of the modules that it lacks (`layers` keeps its length).
     """
 
     causal: bool
@@ -53,6 +57,8 @@ class Trunk(nn.Module):
             self.head = LanguageHead(config, config.vocab, dtype)
             if config.tied:
                 self.head.weight = self.embedding.weight
+        self.split: nn.Module = nn.Identity()
+        self.merge: nn.Module = nn.Identity()
 
     def embed(self, tokens_BS: torch.Tensor, positions_BS: torch.Tensor | None, key_BS: torch.Tensor | None) -> torch.Tensor:
         """Sum of the embeddings, normed and dropped out, [B, S, D]. Every token is of type 0."""
@@ -60,30 +66,31 @@ class Trunk(nn.Module):
         if self.position_embedding is not None:
             if positions_BS is None:
                 positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-            x_BSD = x_BSD + self.position_embedding(positions_BS + self.config.position_offset)
+            x_BSD = x_BSD + self.split(self.position_embedding(positions_BS + self.config.position_offset))
         if self.type_embedding is not None:
             x_BSD = x_BSD + self.type_embedding(torch.zeros_like(tokens_BS[:1, :1]))
         if self.embedding_norm is not None:
             x_BSD = self.embedding_norm(x_BSD)
         return dropout(x_BSD, layer_keys(key_BS, -1), EMBEDDING_SITE, self.config.dropout)
 
-    def hidden(
+    def run_layers(
         self,
+        x_BSD: torch.Tensor,
+        span: tuple[int, int],
         tokens_BS: torch.Tensor,
         documents_BS: torch.Tensor | None,
         cu_seqlens: torch.Tensor | None,
         positions_BS: torch.Tensor | None,
         key_BS: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Hidden states after the last layer and the final norm, [B, S, D]."""
-        x_BSD = self.embed(tokens_BS, positions_BS, key_BS)
+        """Hidden states after the layers [span[0], span[1]), [B, S, D]."""
         cos, sin = None, None
         if self.rope is not None:
             wide = torch.promote_types(x_BSD.dtype, torch.float32)
             cos, sin = self.rope(tokens_BS.shape[1], positions_BS, x_BSD.device, wide)
-        for index, layer in enumerate(self.layers):
-            x_BSD = layer(x_BSD, cos, sin, documents_BS, cu_seqlens, layer_keys(key_BS, index))
-        return x_BSD if self.norm is None else self.norm(x_BSD)
+        for index in range(*span):
+            x_BSD = self.layers[index](x_BSD, cos, sin, documents_BS, cu_seqlens, layer_keys(key_BS, index))
+        return x_BSD
 
     def pooled(self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None) -> torch.Tensor:
         """The position that stands for a row: the first, or the last real one where a position sees only its left."""
@@ -126,6 +133,8 @@ class Trunk(nn.Module):
         dropout_key: torch.Tensor | None = None,
         smoothing: float = 0.0,
         z_loss: float = 0.0,
+        hidden: torch.Tensor | None = None,
+        span: tuple[int, int] | None = None,
     ) -> torch.Tensor | LossParts:
         """Logits, or with `labels` the sums that make the loss. Tensors as in `data.batch.Batch`.
 
@@ -133,9 +142,18 @@ class Trunk(nn.Module):
         select       int64 [B, K]: the head sees these positions only (not for classification, which sees one a row)
         labels       int64, of the positions that the head sees; already aligned, no shift happens here
         dropout_key  int32 [B, S] of `kernels.dropout.position_keys`; None: no dropout of any kind
-        Returns      logits [B, S or K, V] ([B, C] for classification) in the weights' dtype, or `LossParts`
+        span         layers [first, stop) to run; None: all. The embedding comes before the first, norm and head after the last
+        hidden       [B, S, D] what the layer before the span gave; needed where the span does not begin at 0
+        Returns      logits [B, S or K, V] ([B, C] for classification) in the weights' dtype, or `LossParts`; for a span that
+                     ends before the last layer the hidden states [B, S, D] (of the positions that are here)
         """
-        x_BSD = self.hidden(tokens, documents, cu_seqlens, positions, dropout_key)
+        first, stop = span or (0, len(self.layers))
+        key_BS = None if dropout_key is None else self.split(dropout_key)
+        x_BSD = self.embed(tokens, positions, key_BS) if hidden is None else hidden
+        x_BSD = self.run_layers(x_BSD, (first, stop), tokens, documents, cu_seqlens, positions, key_BS)
+        if stop < len(self.layers):
+            return x_BSD
+        x_BSD = self.merge(x_BSD if self.norm is None else self.norm(x_BSD))
         if self.task == "classify":
             return self.classify(x_BSD, documents, labels, dropout_key, smoothing, z_loss)
         return self.head(x_BSD, select, labels, smoothing, z_loss)

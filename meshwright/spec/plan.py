@@ -15,6 +15,10 @@ __all__ = ["Plan"]
 _CHOICES = {
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "compile": ("off", "eager", "inductor"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "optimizer", "parameters"),
+    "gather": ("once", "twice"),
 }
 
 
@@ -23,6 +27,14 @@ class Plan:
     """Layout and the knobs that change speed and memory but never the result (up to rounding).
 
     micro_batch: rows a forward on one rank. bucket_mib: gradients reduced together, in MiB of the reduce dtype.
+    sequence_parallel: between the matrices of tensor-parallel layers a rank holds its share of the positions, not all.
+    gather: ZeRO-3 gathers the weights of a block for forward and again for backward ("twice"), or keeps them from the first
+    forward of a step to its last backward ("once").
+    schedule: order of the micro-batches in a pipeline. chunks: pipeline stages on a rank (interleaved, zbv). split: layers
+    of each pipeline stage, in the order of the model; empty: balanced.
+    recompute: what backward computes again instead of keeping: nothing, all but the outputs of matrix products and
+    attention ("selective"), or whole blocks ("full"), of every `recompute_every`-th block. offload_activations: what blocks
+    keep for backward waits in host memory. offload: optimizer state, or parameters and optimizer state, live in host memory.
     """
 
     layout: Layout = field(default_factory=Layout)
@@ -31,6 +43,15 @@ class Plan:
     compile: str = "off"
     overlap: bool = True
     bucket_mib: int = 32
+    sequence_parallel: bool = True
+    gather: str = "twice"
+    schedule: str = "1f1b"
+    chunks: int = 1
+    split: tuple[int, ...] = ()
+    recompute: str = "none"
+    recompute_every: int = 1
+    offload_activations: bool = False
+    offload: str = "none"
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -39,7 +60,7 @@ class Plan:
             for key, choices in _CHOICES.items()
             if getattr(self, key) not in choices
         ]
-        for key in ("micro_batch", "bucket_mib"):
+        for key in ("micro_batch", "bucket_mib", "chunks", "recompute_every"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 findings.append(Finding(f"plan.{key}", f"{value!r} is not a whole number >= 1"))
@@ -70,7 +91,10 @@ class Plan:
             raise LayoutError(
                 findings=[Finding(where, f"unknown key {k!r}", f"Known: {', '.join(sorted(known))}") for k in unknown]
             )
-        return cls(**{**data, "layout": Layout(**layout)})
+        split = data.get("split", ())
+        if not isinstance(split, list | tuple) or not all(isinstance(n, int) and n > 0 for n in split):
+            raise LayoutError(findings=[Finding(f"{where}: split", f"{split!r} is not a list of layers a stage", "e.g. [7, 9]")])
+        return cls(**{**data, "layout": Layout(**layout), "split": tuple(split)})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

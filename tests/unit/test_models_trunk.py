@@ -200,7 +200,7 @@ def test_the_head_sees_selected_positions_and_keeps_no_logits(monkeypatch):
 def test_classification(pooler):
     # Red with: the last position taken for the encoder, padding counted as the decoder's last position.
     encoder, ids = make("bert", "classify", pooler=pooler), tokens(2, 6)
-    hidden = encoder.hidden(ids, None, None, None, None)
+    hidden = encoder.run_layers(encoder.embed(ids, None, None), (0, 2), ids, None, None, None, None)
     first = hidden[:, 0]
     if pooler:
         first = (first @ encoder.pooler.weight.T + encoder.pooler.bias).tanh()

@@ -135,3 +135,26 @@ def test_overlap_is_bitwise_the_same_as_none(ranks, tmp_path):
         e2e.train_in(ranks(2), config, tmp_path / name, plan=chosen)
         assert Plan.load(tmp_path / name / "plan.json").overlap is (name == "on")
     e2e.assert_same(tmp_path / "off", tmp_path / "on")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("precision", "steps", "tolerance"), [("fp32", 20, 1e-5), ("fp64", 100, 1e-9)])
+def test_the_quickstart_itself_on_1_2_and_4_ranks(tmp_path, precision, steps, tolerance):
+    config = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+    given = (
+        f"--precision={precision}",
+        f"--train.steps={steps}",
+        "--train.schedule.total=300",
+        "--run.device=cpu",
+        "--log.sample=",
+    )
+    shared = f"--data.cache={tmp_path / 'cache'}"
+    for nproc in (1, 2, 4):
+        e2e.train(config, tmp_path / f"on-{nproc}", shared, *given, nproc=nproc).wait(timeout=1700)
+    for nproc in (2, 4):
+        folder, reference = tmp_path / f"on-{nproc}", tmp_path / "on-1"
+        assert len(e2e.column(folder, "loss")) == steps
+        assert furthest(folder, reference, "loss") <= tolerance
+        if precision == "fp64":
+            assert e2e.largest_difference(folder, reference) <= tolerance

@@ -25,10 +25,12 @@ quickstart-zh: install
 	$(BIN)/meshwright train examples/quickstart-zh.yaml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone"
+	$(BIN)/python -m pytest -m "alone and not slow and not gpu"
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not alone"
+	$(BIN)/python -m pytest -m "alone and not gpu"
 
 test-smoke: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/test_smoke.py

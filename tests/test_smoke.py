@@ -21,6 +21,8 @@ import meshwright
 from meshwright.cli import main
 from meshwright.config.load import load_config
 
+pytestmark = pytest.mark.alone
+
 TEXT = [
     "the quick brown fox jumps over the lazy dog " * 3,
     "pack my box with five dozen liquor jugs " * 3,

@@ -20,6 +20,8 @@ from meshwright.distributed.launch import launch
 from meshwright.distributed.watch import EXIT_HUNG
 from meshwright.errors import DeviceError
 
+pytestmark = pytest.mark.alone
+
 SCRIPT = str(Path(__file__).parent / "scripts" / "reduce_rank.py")
 LAUNCHER = """
 import json, sys

@@ -16,6 +16,8 @@ import pytest
 from tests.e2e import helpers as e2e
 from tests.e2e.planted import Plant
 
+pytestmark = pytest.mark.alone
+
 SLEEP = 0.05
 PARTS = ("compute", "communication", "data", "checkpoint", "evaluate", "idle")
 

@@ -19,6 +19,8 @@ from meshwright.distributed.watch import EXIT_HUNG
 from tests.e2e import helpers as e2e
 from tests.e2e.planted import Plant
 
+pytestmark = pytest.mark.alone
+
 BLOCKED = Plant("sleep", "before reduce", nth=12, rank=1, value=600)
 """Rank 1 hangs before a collective, in which rank 0 then waits."""
 

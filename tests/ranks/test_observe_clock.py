@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from meshwright.observe.clock import IDLE, PARTS, StepClock
 
+pytestmark = pytest.mark.alone
+
 
 def splits(late_part: str | None, steps: int = 7) -> list[dict[str, float]]:
     """Steps of two ranks that all-reduce each step; rank 1 spends 50 ms more in `late_part`."""

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from tests.ranks.pool import RankError, mesh
 
+pytestmark = pytest.mark.alone
+
 
 def add(value: float) -> float:
     tensor = torch.tensor(dist.get_rank() + value)

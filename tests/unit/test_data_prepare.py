@@ -549,6 +549,7 @@ def test_workers_load_nothing_heavy() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_the_rate_is_that_of_the_library_alone(tmp_path: Path) -> None:
     """At least 90% of `encode_batch_fast` on the same text and cores, turn by turn, best of three each."""
     from meshwright.data.readers import documents

@@ -18,6 +18,8 @@ import pytest
 
 from meshwright.cli import COMMANDS
 
+pytestmark = pytest.mark.alone
+
 PACKAGE = Path(__file__).parents[2] / "meshwright"
 
 ORDER = (

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from meshwright.observe import clock as clock_module
 from meshwright.observe.clock import IDLE, PARTS, Split, StepClock
 
+pytestmark = pytest.mark.alone
+
 SPAN: st.SearchStrategy = st.deferred(
     lambda: st.tuples(st.sampled_from(PARTS), st.lists(st.one_of(st.integers(1, 10**9), SPAN), max_size=4))
 )

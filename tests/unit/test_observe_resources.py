@@ -15,6 +15,8 @@ from meshwright.distributed import device as devices
 from meshwright.observe import resources
 from meshwright.observe.resources import Sampler, memory_now
 
+pytestmark = pytest.mark.alone
+
 
 def test_a_cpu_run_has_cpu_and_resident_memory() -> None:
     with Sampler("cpu", interval=0.02) as sampler:

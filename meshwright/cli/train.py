@@ -23,7 +23,9 @@ def register(app: typer.Typer) -> None:
         config: str | None = typer.Argument(None, help="YAML file of the run. With --resume RUN it may be left out."),
         nproc: int | None = typer.Option(None, min=1, help="Ranks on this machine; default: one a device, two on a CPU."),
         devices: str | None = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),
-        plan: str | None = typer.Option(None, help="A plan.json to use instead of the chosen one."),
+        plan: str | None = typer.Option(
+            None, help="A plan.json, or JSON like '{\"layout\": {\"tp\": 2}}'. What it leaves out is chosen."
+        ),
         resume: str | None = typer.Option(
             None, help="A run folder, or 'latest' for run.dir: go on from its newest whole checkpoint."
         ),
@@ -64,12 +66,11 @@ def show(resolved: Resolved, ready: Ready) -> None:
     plan = ready.plan
     config = ready.resolved.config
     accumulation = plan.accumulation(config.train.batch)
-    sharding = f"ZeRO-{plan.layout.zero} over {plan.layout.dp_shard}, " if plan.layout.zero else ""
     steps = "until the hours are spent" if ready.budget.steps is None else f"{ready.budget.steps} steps"
     typer.echo(f"data: {ready.rows:,} rows of {config.data.seq_len} tokens an epoch; {steps}")
     typer.echo(
-        f"plan: {plan.layout.dp} data-parallel ranks x {accumulation} micro-steps x {plan.micro_batch} rows, {sharding}"
-        f"{plan.precision}, compile {plan.compile} ({plan.reason})"
+        f"plan: {plan.layout.dp} data-parallel ranks x {accumulation} micro-steps x {plan.micro_batch} rows, "
+        f"{', '.join(plan.described())} ({plan.reason})"
     )
     from meshwright.train.schedule import peak_learning_rate
 

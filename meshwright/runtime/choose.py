@@ -1,53 +1,82 @@
-"""The plan when none is given: the data-parallel layout that fits a device, and the largest micro-batch that surely does."""
+"""The plan where none, or only a part of one, is given: the first layout that fits a device, and the largest micro-batch
+that surely does."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from meshwright.config.schema import Config
 from meshwright.errors import Finding, LayoutError
 from meshwright.plan.memory import WEIGHT_BYTES, state_bytes
-from meshwright.spec.counts import parameter_count
+from meshwright.spec.counts import parameter_count, rank_parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import refused_for
 
-__all__ = ["bucket_mib", "choose_plan", "memory_bytes"]
+__all__ = ["bucket_mib", "choose_plan", "layout_name", "memory_bytes"]
 
 CPU_TOKENS = 2048
 """Tokens a micro-batch on CPU: past this, larger matrices are no faster and only cost memory."""
 GIB = 2**30
 SAFE_SHARE = 0.85
 """Share of a device that the rough estimate may fill: fragmentation, workspaces and communication buffers take the rest."""
+MICRO_STEPS_A_STAGE = 4
+"""Micro-batches a pipeline stage and step: the bubble of 1F1B, (pp - 1) / (m + pp - 1), is then below a fifth."""
 
 
-def choose_plan(config: Config, *, world: int, device_type: str, device_bytes: int | None, task: str) -> Plan:
-    """device_bytes: memory of one device; None where it is not a limit (CPU).
+def choose_plan(
+    config: Config,
+    *,
+    world: int,
+    device_type: str,
+    device_bytes: int | None,
+    task: str,
+    given: Mapping[str, Any] | None = None,
+    local: int | None = None,
+) -> Plan:
+    """device_bytes: memory of one device; None where it is not a limit (CPU). local: devices of one host, default all.
+    given: keys of a plan that are not to be chosen (as in a plan file; of a layout, too, what is missing is filled in).
 
-    Data parallel where states and one row fit a device, else ZeRO-1, else ZeRO-2, sharded over all devices. Raises
-    LayoutError when one row fits none of them.
+    Data parallel where states and one row fit a device, else ZeRO-1, 2 or 3 over all devices, else tensor parallelism inside
+    a host beside ZeRO, else pipeline stages across hosts beside both. Raises LayoutError when one row fits none of them, and
+    for a given layout that the devices cannot have.
     """
-    compile_mode = config.compile
-    if compile_mode == "auto":
-        compile_mode = "off" if device_type == "cpu" else "inductor"
-    rows = -(-config.train.batch // world)
-    layout, reason = Layout(dp_replicate=world), f"data parallel over {world} device{'s' * (world > 1)}"
-    if device_bytes is not None:
-        layout, reason = _first_that_fits(config, world, device_bytes, task)
-    if config.train.micro_batch:
-        micro, why = config.train.micro_batch, "train.micro_batch"
-    elif device_bytes is None:
-        micro = max(1, min(rows, CPU_TOKENS // config.data.seq_len))
-        why = f"at most {CPU_TOKENS} tokens a micro-batch on CPU"
-    else:
-        micro = next(m for m in range(rows, 0, -1) if m == 1 or _fits(config, m, task, layout, device_bytes))
-        why = f"about {memory_bytes(config, micro, task, layout) / GIB:.1f} of {device_bytes / GIB:.1f} GiB a device"
-    accumulation = -(-rows // micro)
-    return Plan(
-        layout=layout,
-        micro_batch=-(-rows // accumulation),  # even micro-batches: fewer padded rows at the same number of micro-steps
+    given = dict(given or {})
+    base = Plan(
         precision=config.precision,
-        compile=compile_mode,
+        compile=_compile_mode(config, device_type),
         bucket_mib=bucket_mib(parameter_count(config.model, task), config.precision),
-        reason=f"{reason}; {why}",
     )
+    base = replace(base, **{key: value for key, value in given.items() if key not in ("layout", "micro_batch", "reason")})
+    if "layout" in given:
+        plan, reason = replace(base, layout=fill_layout(given["layout"], world)), str(given.get("reason") or "given")
+    elif device_bytes is None:
+        plan, reason = replace(base, layout=Layout(dp_replicate=world)), layout_name(Layout(dp_replicate=world))
+    else:
+        plan, reason = _first_that_fits(base, config, world, local or world, device_bytes, task)
+    if "micro_batch" in given:
+        return replace(plan, micro_batch=given["micro_batch"], reason=reason)
+    micro, why = _micro_batch(plan, config, device_bytes, task)
+    return replace(plan, micro_batch=micro, reason=f"{reason}; {why}")
+
+
+def fill_layout(given: Mapping[str, int], world: int) -> Layout:
+    """A layout from some of its sizes: data ranks that are not given are what is left of `world`, to shard over where a ZeRO
+    stage is given. Raises LayoutError where that is no whole number."""
+    known = Layout(**given)
+    if "dp_replicate" in given and "dp_shard" in given:
+        return known
+    rest, odd = divmod(world, known.world)
+    if odd:
+        sizes = " x ".join(f"{name} {size}" for name, size in known.axes if size > 1) or "one rank"
+        legal = ", ".join(str(n) for n in (world - odd, world - odd + known.world) if n > 0)
+        raise LayoutError(
+            findings=[Finding("plan.layout", f"{sizes} does not divide {world} ranks", f"Start {legal} ranks, or change a size")]
+        )
+    free = "dp_shard" if known.zero and "dp_shard" not in given else "dp_replicate" if "dp_replicate" not in given else "dp_shard"
+    return replace(known, **{free: rest * getattr(known, free)})
 
 
 def bucket_mib(parameters: int, precision: str) -> int:
@@ -60,56 +89,120 @@ def bucket_mib(parameters: int, precision: str) -> int:
     return max(32, min(256, round(parameters * item / 2**20 / 24)))
 
 
-def _first_that_fits(config: Config, world: int, device_bytes: int, task: str) -> tuple[Layout, str]:
-    """The layout that moves the fewest bytes among those that hold one row, and why it is that one."""
-    have = device_bytes / GIB
-    layouts = [Layout(dp_replicate=world)]
+def layout_name(layout: Layout) -> str:
+    """`ZeRO-1 over 4 devices x tensor 2`."""
+    sharded = f"ZeRO-{layout.zero} over {layout.dp_shard}" + (f" x {layout.dp_replicate} replicas" * (layout.dp_replicate > 1))
+    name = sharded if layout.zero else f"data parallel over {layout.dp}"
+    name += f" device{'s' * (layout.world > 1)}" if layout.world == layout.dp else ""
+    return name + f" x tensor {layout.tp}" * (layout.tp > 1) + f" x pipeline {layout.pp}" * (layout.pp > 1)
+
+
+def _compile_mode(config: Config, device_type: str) -> str:
+    if config.compile != "auto":
+        return config.compile
+    return "off" if device_type == "cpu" else "inductor"
+
+
+def _micro_batch(plan: Plan, config: Config, device_bytes: int | None, task: str) -> tuple[int, str]:
+    """Rows of a micro-batch, and why as many."""
+    rows = -(-config.train.batch // plan.layout.dp)
+    if config.train.micro_batch:
+        most, why = config.train.micro_batch, "train.micro_batch"
+    elif device_bytes is None:
+        most = max(1, min(rows, CPU_TOKENS // config.data.seq_len))
+        why = f"at most {CPU_TOKENS} tokens a micro-batch on CPU"
+    else:
+        most = next(m for m in range(rows, 0, -1) if m == 1 or _fits(plan, config, m, task, device_bytes))
+        need = memory_bytes(config, most, task, plan)
+        why = f"about {need / GIB:.1f} of {device_bytes / GIB:.1f} GiB a device"
+    if plan.layout.pp > 1 and not config.train.micro_batch:
+        fed = max(1, rows // (MICRO_STEPS_A_STAGE * plan.layout.pp))
+        most, why = min(most, fed), why if most <= fed else f"{MICRO_STEPS_A_STAGE} micro-batches a pipeline stage"
+    accumulation = -(-rows // most)
+    return -(-rows // accumulation), why  # even micro-batches: fewer padded rows at the same number of micro-steps
+
+
+def _layouts(world: int, local: int) -> Iterator[Layout]:
+    """In the order in which they are tried: what sends the least first."""
+    yield Layout(dp_replicate=world)
     if world > 1:
-        layouts += [Layout(dp_shard=world, zero=1), Layout(dp_shard=world, zero=2)]
+        yield from (Layout(dp_shard=world, zero=stage) for stage in (1, 2, 3))
+    inside = [tp for tp in (2, 4, 8, 16) if tp <= local and world % tp == 0]
+    for tp in inside:
+        yield from _beside(world, tp=tp)
+    for pp in (2, 4, 8, 16, 32, 64):
+        for tp in [*reversed(inside), 1]:
+            if world % (pp * tp) == 0:
+                yield from _beside(world, tp=tp, pp=pp)
+
+
+def _beside(world: int, *, tp: int, pp: int = 1) -> Iterator[Layout]:
+    data = world // (tp * pp)
+    if data == 1:
+        yield Layout(tp=tp, pp=pp)
+        return
+    yield from (Layout(dp_shard=data, zero=stage, tp=tp, pp=pp) for stage in (1, 3))
+
+
+def _first_that_fits(
+    base: Plan, config: Config, world: int, local: int, device_bytes: int, task: str
+) -> tuple[Plan, str]:
     told: list[str] = []
-    for layout in layouts:
-        name = f"ZeRO-{layout.zero}" if layout.zero else "data parallel"
-        if _fits(config, 1, task, layout, device_bytes):
-            because = f" ({', '.join(told)}, {SAFE_SHARE:.0%} of {have:.1f} may be used)" if told else ""
-            return layout, f"{name} over {world} device{'s' * (world > 1)}{because}"
-        told.append(f"{name} needs about {memory_bytes(config, 1, task, layout) / GIB:.1f} GiB")
-    raise LayoutError(
-        findings=[
-            Finding(
-                "plan.micro_batch",
-                f"one row of {config.data.seq_len} tokens does not fit {have:.1f} GiB a device: {', '.join(told)}",
-                "Shorten data.seq_len, choose a smaller model, or start more devices" + ("" if world > 1 else " (ZeRO)"),
-            )
-        ]
-    )
+    for layout in _layouts(world, local):
+        plan = replace(base, layout=layout, sequence_parallel=layout.tp == 1 or config.data.seq_len % layout.tp == 0)
+        if refused_for(plan, config.model, task, config.data.seq_len):
+            continue
+        if _fits(plan, config, 1, task, device_bytes):
+            share = f"{SAFE_SHARE:.0%} of {device_bytes / GIB:.1f} may be used"
+            because = f" ({', '.join(told[-3:])}, {share})" if told else ""
+            return plan, layout_name(layout) + because
+        told.append(f"{_short(layout)} needs about {memory_bytes(config, 1, task, plan) / GIB:.1f} GiB")
+    what = f"one row of {config.data.seq_len} tokens does not fit {device_bytes / GIB:.1f} GiB a device: {', '.join(told)}"
+    fix = "Shorten data.seq_len, choose a smaller model, or start more devices" + ("" if world > 1 else " (ZeRO)")
+    raise LayoutError(findings=[Finding("plan.micro_batch", what, fix)])
 
 
-def _fits(config: Config, micro_batch: int, task: str, layout: Layout, device_bytes: int) -> bool:
-    return memory_bytes(config, micro_batch, task, layout) <= SAFE_SHARE * device_bytes
+def _short(layout: Layout) -> str:
+    return (
+        (f"ZeRO-{layout.zero}" if layout.zero else "data parallel" if layout.world == layout.dp else "")
+        + f" tp {layout.tp}" * (layout.tp > 1)
+        + f" pp {layout.pp}" * (layout.pp > 1)
+    ).strip()
 
 
-def memory_bytes(config: Config, micro_batch: int, task: str, layout: Layout) -> float:
-    """Rough peak of one rank, in bytes: states (`plan.memory.state_bytes`) and activations without recompute.
+def _fits(plan: Plan, config: Config, micro_batch: int, task: str, device_bytes: int) -> bool:
+    return memory_bytes(config, micro_batch, task, plan) <= SAFE_SHARE * device_bytes
+
+
+def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> float:
+    """Rough peak of one rank, in bytes: states (`plan.memory.state_bytes`) and activations.
 
     Autograd's own gradient of a weight lives until it is added to the flat buffer: e bytes an element of the largest one.
-    Activations a token and layer, e bytes an element (work type):
-    e (8 width + 2 (1 + 2 kv/heads) width + 4 ffn) + 4 heads, and 8 bytes a logit for one chunk of the head.
+    Activations a token and layer, e bytes an element (work type), with f = ffn (twice where gated) and q = (1 + 2 kv/heads)
+    width: e (8 width + 2 q + 4 ffn) + 4 heads; recompute selective keeps e (3 width + q + f), full e width and one whole
+    layer. A stage of a pipeline keeps those of as many micro-batches as are under way, at most pp (all under gpipe). Tensor
+    ranks share all of it. And 8 bytes a logit for one chunk of the head.
     """
-    model, optimizer = config.model, config.train.optimizer
+    model, optimizer, layout = config.model, config.train.optimizer, plan.layout
     e = WEIGHT_BYTES[config.precision]
-    largest = max((model.vocab or 0) * model.width, 2 * model.ffn * model.width)
-    parameters = parameter_count(model, task)
+    largest = max((model.vocab or 0) * model.width, 2 * model.ffn * model.width) // layout.tp
     states = state_bytes(
-        parameters,
+        rank_parameters(model, task, layout),
         config.precision,
         layout,
         moments=2 if optimizer.kind == "adamw" else int(optimizer.momentum > 0),
         ema=config.train.ema > 0,
-        bucket_bytes=bucket_mib(parameters, config.precision) * 2**20,
+        bucket_bytes=plan.bucket_mib * 2**20,
         largest=largest,
     )
-    kv_share = (model.kv_heads or model.heads) / model.heads
-    layer = e * (8 * model.width + 2 * (1 + 2 * kv_share) * model.width + 4 * model.ffn) + 4 * model.heads
+    q = (1 + 2 * (model.kv_heads or model.heads) / model.heads) * model.width
+    whole = e * (8 * model.width + 2 * q + 4 * model.ffn) + 4 * model.heads
+    gated = model.ffn * (2 if model.activation == "swiglu" else 1)
+    kept = {"none": whole, "selective": e * (3 * model.width + q + gated), "full": e * model.width}[plan.recompute]
+    layer = (kept + (plan.recompute_every - 1) * whole) / plan.recompute_every
     tokens = micro_batch * config.data.seq_len
-    head = 8 * (model.vocab or 0) * min(tokens, 8192)
-    return states.total + e * largest + tokens * layer * model.layers + head
+    steps = -(-config.train.batch // (layout.dp * micro_batch))
+    under_way = min(steps, steps if plan.schedule == "gpipe" else layout.pp) if layout.pp > 1 else 1
+    layers = model.layers / layout.pp * under_way * layer + (whole if plan.recompute != "none" else 0)
+    head = 8 * (model.vocab or 0) * min(tokens, 8192) / layout.tp
+    return states.total + e * largest + tokens * layers / layout.tp + head

@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError, Finding
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.runtime.setup import Ready, Target, set_up
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import read_plan
 
 if TYPE_CHECKING:
     from meshwright.distributed.environment import Nodes, World
@@ -76,7 +76,7 @@ class TrainCommand:
         resume = self._is_resume(folder)
         alone = nnodes == 1 or self.dry_run
         if alone:
-            plan = Plan.load(self.plan) if self.plan else None
+            plan = read_plan(self.plan) if self.plan else None
             whole = replace(target, world=target.world * nnodes)
             ready = set_up(
                 resolved, whole, folder, plan=plan, resume=resume, write=not self.dry_run, say=_say, profile=self.profile
@@ -120,8 +120,8 @@ class TrainCommand:
         resume = self._is_resume(folder) or (world.restart > 0 and folder.config.is_file())
 
         def prepare() -> None:
-            plan = Plan.load(self.plan) if self.plan else None
-            target = Target(world.world, device_type, _device_bytes(device_type))
+            plan = read_plan(self.plan) if self.plan else None
+            target = Target(world.world, device_type, _device_bytes(device_type), world.local_world)
             ready = set_up(resolved, target, folder, plan=plan, resume=resume, write=True, say=_say, profile=self.profile)
             show(ready.resolved, ready)
 
@@ -164,7 +164,7 @@ class TrainCommand:
         world = self.nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
         if device_type != "cpu" and world > have:
             raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
-        return Target(world, device_type, _device_bytes(device_type)), env
+        return Target(world, device_type, _device_bytes(device_type), local=world), env
 
 
 def finish(folder: RunFolder) -> None:

@@ -17,8 +17,8 @@ from meshwright.runtime.corpus import Corpus, prepare_corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_run, saved_meta
 from meshwright.spec import model_rules
-from meshwright.spec.layout_rules import refused
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import refused_for
 from meshwright.train.objectives import make_objective
 from meshwright.train.schedule import Budget, total_steps
 
@@ -30,11 +30,12 @@ LOCK_PATIENCE = 10.0
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run will go. device_bytes: memory of one device, None on a CPU."""
+    """Where a run will go. device_bytes: memory of one device, None on a CPU. local: ranks on one machine, default all."""
 
     world: int
     device_type: str
     device_bytes: int | None
+    local: int | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def set_up(
     target: Target,
     folder: RunFolder,
     *,
-    plan: Plan | None,
+    plan: dict[str, Any] | None,
     resume: bool,
     write: bool,
     say: Callable[[str], None],
@@ -61,7 +62,7 @@ def set_up(
 ) -> Ready:
     """Check and prepare a run, and write its folder unless `write` is False (a dry run, which prepares only the data).
 
-    profile: the range of --profile. Raises ConfigError, DataError, LayoutError, DeviceError, CheckpointError before anything
+    plan: keys of a plan that are given; the others are chosen. profile: the range of --profile. Raises ConfigError, DataError, LayoutError, DeviceError, CheckpointError before anything
     of the run is written; what was prepared stays.
     """
     task = make_objective(resolved.config.objective, 2).task
@@ -90,7 +91,7 @@ def _prepare(
     target: Target,
     folder: RunFolder,
     task: str,
-    plan: Plan | None,
+    plan: dict[str, Any] | None,
     resume: bool,
     profile: str | None,
     say: Callable[[str], None],
@@ -118,13 +119,18 @@ def _prepare(
         refuse_other_run(now, saved[1]["identity"], saved[0])
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
     Profile(profile, total=budget.steps)
-    if plan is None:
-        plan = choose_plan(
-            config, world=target.world, device_type=target.device_type, device_bytes=target.device_bytes, task=task
-        )
-    elif findings := _unfit(plan, config, target):
+    chosen = choose_plan(
+        config,
+        world=target.world,
+        device_type=target.device_type,
+        device_bytes=target.device_bytes,
+        task=task,
+        given=plan,
+        local=target.local,
+    )
+    if findings := _unfit(chosen, config, target, task):
         raise LayoutError(findings=findings)
-    return Ready(resolved, plan, budget, corpus, train_data.rows)
+    return Ready(resolved, chosen, budget, corpus, train_data.rows)
 
 
 def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> None:
@@ -135,9 +141,9 @@ def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> No
     refuse_other_run({f"data.{key}": now[key] for key in keys}, {f"data.{key}": then.get(key) for key in keys}, path)
 
 
-def _unfit(plan: Plan, config: Config, target: Target) -> list[Finding]:
-    """Why a given plan cannot be used for this run."""
-    findings = [Finding(f"--plan: {f.where}", f.what, f.fix) for f in refused(plan.layout)]
+def _unfit(plan: Plan, config: Config, target: Target, task: str) -> list[Finding]:
+    """Why a plan cannot be used for this run."""
+    findings = refused_for(plan, config.model, task, config.data.seq_len)
     if plan.layout.world != target.world:
         what = f"is for {plan.layout.world} ranks, but {target.world} are started"
         findings.append(Finding("--plan", what, f"Give --nproc {plan.layout.world}"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from meshwright.config.schema import ModelConfig
+from meshwright.spec.layout import Layout
 
-__all__ = ["parameter_count", "parameter_groups"]
+__all__ = ["parameter_count", "parameter_groups", "rank_parameters"]
 
 
 def parameter_groups(config: ModelConfig, task: str) -> dict[str, int]:
@@ -45,3 +46,16 @@ def parameter_groups(config: ModelConfig, task: str) -> dict[str, int]:
 def parameter_count(config: ModelConfig, task: str) -> int:
     """All parameters, tied ones once."""
     return sum(parameter_groups(config, task).values())
+
+
+def rank_parameters(config: ModelConfig, task: str, layout: Layout) -> int:
+    """Parameters of the fullest rank before any data-parallel sharding: its pipeline stage's, split over tp.
+
+    The fullest stage is taken to have a rounded-up share of the layers beside the larger of embedding and head (where they
+    are on the same rank, both); norms and biases, a thousandth of a model, count as if they were split too.
+    """
+    groups = parameter_groups(config, task)
+    ends = groups["embedding"], groups["head"] or (groups["embedding"] if layout.pp > 1 and task != "classify" else 0)
+    blocks = groups["attention"] + groups["mlp"] + groups["norms"]
+    stage = blocks * -(-config.layers // layout.pp) / config.layers
+    return round((stage + (max(ends) if layout.pp > 1 else sum(ends))) / layout.tp)

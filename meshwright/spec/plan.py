@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.errors import Finding, LayoutError
 from meshwright.spec.layout import Layout
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "read_plan"]
 
 _CHOICES = {
     "precision": ("fp32", "fp64", "bf16", "fp16"),
@@ -72,6 +72,19 @@ class Plan:
         per_rank = -(-rows // self.layout.dp)
         return max(1, -(-per_rank // self.micro_batch))
 
+    def described(self) -> list[str]:
+        """What it does beside data parallelism, in words, then precision and compilation."""
+        layout = self.layout
+        said = [
+            f"ZeRO-{layout.zero} over {layout.dp_shard}" if layout.zero else "",
+            f"tensor {layout.tp}" + (" with sequence parallelism" if self.sequence_parallel else "") if layout.tp > 1 else "",
+            f"pipeline {layout.pp} x {self.chunks} ({self.schedule})" if layout.pp > 1 else "",
+            f"recompute {self.recompute}" if self.recompute != "none" else "",
+            "activations in host memory" if self.offload_activations else "",
+            f"{self.offload} in host memory" if self.offload != "none" else "",
+        ]
+        return [part for part in said if part] + [self.precision, f"compile {self.compile}"]
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -80,28 +93,44 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "plan") -> Plan:
-        """Raises LayoutError that names every unknown key."""
-        known = {f.name for f in fields(cls)}
-        layout_known = {f.name for f in fields(Layout)}
-        layout = data.get("layout", {})
-        if not isinstance(data, dict) or not isinstance(layout, dict):
-            raise LayoutError(findings=[Finding(where, "a plan is a JSON object with a layout object inside")])
-        unknown = [k for k in data if k not in known] + [f"layout.{k}" for k in layout if k not in layout_known]
-        if unknown:
-            raise LayoutError(
-                findings=[Finding(where, f"unknown key {k!r}", f"Known: {', '.join(sorted(known))}") for k in unknown]
-            )
-        split = data.get("split", ())
-        if not isinstance(split, list | tuple) or not all(isinstance(n, int) and n > 0 for n in split):
-            raise LayoutError(findings=[Finding(f"{where}: split", f"{split!r} is not a list of layers a stage", "e.g. [7, 9]")])
-        return cls(**{**data, "layout": Layout(**layout), "split": tuple(split)})
+        """What is missing gets its default. Raises LayoutError that names every unknown key."""
+        check_keys(data, where)
+        return cls(**{**data, "layout": Layout(**data.get("layout", {})), "split": tuple(data.get("split", ()))})
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise LayoutError(findings=[Finding(str(path), f"cannot be read: {error.strerror}")]) from None
-        except ValueError as error:
-            raise LayoutError(findings=[Finding(str(path), f"is not JSON: {error}")]) from None
-        return cls.from_dict(data, where=str(path))
+        return cls.from_dict(read_plan(str(path)), where=str(path))
+
+
+def read_plan(source: str) -> dict[str, Any]:
+    """Keys of a plan, all or some, from a JSON file or from JSON text (`{"layout": {"tp": 2}}`). Raises LayoutError."""
+    where = "--plan" if source.lstrip().startswith("{") else source
+    try:
+        text = source if where == "--plan" else Path(source).read_text(encoding="utf-8")
+        data = json.loads(text)
+    except OSError as error:
+        raise LayoutError(findings=[Finding(where, f"cannot be read: {error.strerror}")]) from None
+    except ValueError as error:
+        raise LayoutError(findings=[Finding(where, f"is not JSON: {error}")]) from None
+    check_keys(data, where)
+    return data
+
+
+def check_keys(data: Any, where: str) -> None:
+    """Raises LayoutError that names every key which a plan does not have, and a split that is no list."""
+    known = {f.name for f in fields(Plan)}
+    layout_known = {f.name for f in fields(Layout)}
+    layout = data.get("layout", {}) if isinstance(data, dict) else None
+    if not isinstance(data, dict) or not isinstance(layout, dict):
+        raise LayoutError(findings=[Finding(where, "a plan is a JSON object with a layout object inside")])
+    findings = [Finding(where, f"unknown key {k!r}", f"Known: {', '.join(sorted(known))}") for k in data if k not in known]
+    findings += [
+        Finding(where, f"unknown key 'layout.{k}'", f"Known: {', '.join(sorted(layout_known))}")
+        for k in layout
+        if k not in layout_known
+    ]
+    split = data.get("split", [])
+    if not isinstance(split, list | tuple) or not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in split):
+        findings.append(Finding(where, f"split {split!r} is not a list of layers a stage", "Write it like [7, 9]"))
+    if findings:
+        raise LayoutError(findings=findings)

@@ -1,0 +1,137 @@
+"""Plans that are refused, and why: read before any device is taken, and again by `parallelize`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.config.schema import ModelConfig
+from meshwright.errors import Finding
+from meshwright.spec.model_rules import ARCHITECTURES
+from meshwright.spec.plan import Plan
+from meshwright.spec.sharding import tensor_findings
+from meshwright.spec.stages import stage_findings
+
+__all__ = ["REFUSALS", "Refusal", "refused", "refused_for"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """key: what of the plan is at fault. why and fix: for the user; docs/parallelism.md repeats each `why`."""
+
+    key: str
+    when: Callable[[Plan], bool]
+    why: str
+    fix: str
+
+    def value(self, plan: Plan) -> object:
+        head, _, leaf = self.key.rpartition(".")
+        return getattr(plan.layout if head else plan, leaf)
+
+
+def _split_backward(plan: Plan) -> bool:
+    return plan.schedule in ("zero_bubble", "zbv")
+
+
+REFUSALS = (
+    Refusal("layout.cp", lambda plan: plan.layout.cp > 1, "context parallelism is not available", "Use cp: 1"),
+    Refusal("layout.ep", lambda plan: plan.layout.ep > 1, "expert parallelism is not available", "Use ep: 1"),
+    Refusal(
+        "layout.zero",
+        lambda plan: plan.layout.zero > 0 and plan.layout.dp_shard == 1,
+        "there is nothing to shard over with dp_shard: 1",
+        "Use zero: 0, or dp_shard for the devices",
+    ),
+    Refusal(
+        "layout.dp_shard",
+        lambda plan: plan.layout.dp_shard > 1 and plan.layout.zero == 0,
+        "nothing is sharded with zero: 0",
+        "Use zero: 1, 2 or 3, or dp_replicate for the devices",
+    ),
+    Refusal(
+        "gather",
+        lambda plan: plan.gather == "once" and plan.layout.zero != 3,
+        "only zero: 3 gathers weights for a block",
+        "Leave it out, or use zero: 3",
+    ),
+    Refusal(
+        "sequence_parallel",
+        lambda plan: not plan.sequence_parallel and plan.layout.tp == 1,
+        "there are no tensor-parallel ranks to spread positions over with tp: 1",
+        "Leave it out, or use tp for the devices",
+    ),
+    Refusal(
+        "schedule",
+        lambda plan: plan.schedule != "1f1b" and plan.layout.pp == 1,
+        "there is no pipeline with pp: 1",
+        "Leave it out, or use pp for the devices",
+    ),
+    Refusal(
+        "split",
+        lambda plan: bool(plan.split) and plan.layout.pp == 1,
+        "there are no stages to split layers over with pp: 1",
+        "Leave it out, or use pp for the devices",
+    ),
+    Refusal(
+        "chunks",
+        lambda plan: plan.chunks > 1 and (plan.layout.pp == 1 or plan.schedule not in ("interleaved", "zero_bubble", "zbv")),
+        "this schedule has one stage a rank",
+        "Use chunks: 1, or a pipeline with schedule interleaved or zero_bubble",
+    ),
+    Refusal(
+        "chunks",
+        lambda plan: plan.layout.pp > 1 and plan.schedule == "interleaved" and plan.chunks == 1,
+        "interleaved stages are at least two a rank",
+        "Use chunks: 2, or schedule: 1f1b",
+    ),
+    Refusal(
+        "chunks",
+        lambda plan: plan.layout.pp > 1 and plan.schedule == "zbv" and plan.chunks != 2,
+        "the V has two stages a rank",
+        "Use chunks: 2",
+    ),
+    Refusal(
+        "recompute_every",
+        lambda plan: plan.recompute_every > 1 and plan.recompute == "none",
+        "nothing is recomputed with recompute: none",
+        "Use recompute: full or selective",
+    ),
+    Refusal(
+        "offload_activations",
+        lambda plan: plan.offload_activations and plan.compile != "off",
+        "a compiled block decides by itself what it keeps for backward",
+        "Use compile: off, or recompute",
+    ),
+    Refusal(
+        "offload",
+        lambda plan: plan.offload == "parameters" and plan.layout.zero != 3,
+        "whole weights are needed on the device without zero: 3",
+        "Use zero: 3, or offload: optimizer",
+    ),
+)
+
+
+def refused(plan: Plan) -> list[Finding]:
+    """Everything for which a plan cannot run with any model; empty if it can."""
+    return [
+        Finding(f"plan.{refusal.key}", f"{refusal.value(plan)}, but {refusal.why}", refusal.fix)
+        for refusal in REFUSALS
+        if refusal.when(plan)
+    ]
+
+
+def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list[Finding]:
+    """The same, and everything for which it cannot run with this model on rows of `seq_len` tokens."""
+    found = refused(plan)
+    layout = plan.layout
+    if layout.pp * layout.tp > 1 and model.arch not in ARCHITECTURES:
+        what = f"tp {layout.tp}, pp {layout.pp}, but nothing says how the parameters of {model.arch!r} are split"
+        return [*found, Finding("plan.layout", what, "Use tp: 1 and pp: 1 for models of your own")]
+    if layout.tp > 1:
+        found += tensor_findings(model, task, layout.tp)
+        if plan.sequence_parallel and seq_len % layout.tp:
+            what = f"true, but rows of {seq_len} tokens do not divide by tp {layout.tp}"
+            found.append(Finding("plan.sequence_parallel", what, "Use sequence_parallel: false, or another data.seq_len"))
+    if layout.pp > 1:
+        found += stage_findings(plan, model.layers)
+    return found

@@ -93,7 +93,7 @@ class Plan:
             )
         split = data.get("split", ())
         if not isinstance(split, list | tuple) or not all(isinstance(n, int) and n > 0 for n in split):
-            raise LayoutError(findings=[Finding(f"{where}: split", f"{split!r} is not a list of layers a stage", "e.g. [7, 9]")])
+            raise LayoutError(findings=[Finding(f"{where}: split", f"{split!r} is no list of layers a stage", "e.g. [7, 9]")])
         return cls(**{**data, "layout": Layout(**layout), "split": tuple(split)})
 
     @classmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ __all__ = [
     "current",
     "default_ranks",
     "event",
+    "fetch",
     "memory",
     "memory_total",
     "name",
@@ -142,6 +143,23 @@ def wait_stream(waiting: torch.Stream | None, other: torch.Stream | None) -> Non
 
 def event(device: torch.device, timing: bool = False) -> torch.Event | None:
     return None if device.type == "cpu" else torch.Event(device, enable_timing=timing)
+
+
+def fetch(values: torch.Tensor) -> Callable[[], list[float]]:
+    """Starts a copy of the values [N] to the host. What is returned waits for it, and not for what was queued meanwhile: a
+    plain `tolist` copies when it is called, behind everything that the device has been given since."""
+    if values.device.type == "cpu":
+        return values.tolist
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    arrived = torch.Event(values.device)
+    arrived.record(torch.accelerator.current_stream(values.device))
+
+    def wait() -> list[float]:
+        arrived.synchronize()
+        return host.tolist()
+
+    return wait
 
 
 def memory(device: torch.device) -> Memory:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from meshwright.kernels.accelerated import softmax_rows as fast_softmax_rows
@@ -31,6 +32,11 @@ def _chunk_rows(rows: int, vocab: int, logit: torch.Tensor) -> int:
     most -= most % tile
     even = -(-rows // max(1, -(-rows // most)))  # equal chunks, no short last one
     return max(1, min(rows, -(-even // tile) * tile))
+
+
+_ALIGNED_ROWS = 64
+"""Rows of the weight are filled up with zeros to a multiple of this where a kernel works in place: a row of logits that does
+not begin at a multiple of 16 bytes takes matrix products four times as long (BERT's 30,522 on an H200)."""
 
 
 def _softmax_rows(
@@ -74,6 +80,10 @@ def _accumulate(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.
         torch.addmm(total_VD, grad_CV.t(), hidden_CD, out_dtype=total_VD.dtype, out=total_VD)
 
 
+def _first_rows(x: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    return None if x is None else x[:rows]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -87,6 +97,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         smoothing, z_loss, chunk = settings
         rows, vocab = hidden_ND.shape[0], weight_VD.shape[0]
+        softmax_rows = fast_softmax_rows(hidden_ND.device)
+        if softmax_rows is not None and vocab % _ALIGNED_ROWS:  # logits and gradients of the rows that are added stay zero
+            more = -vocab % _ALIGNED_ROWS
+            weight_VD = F.pad(weight_VD, (0, 0, 0, more))
+            bias_V = None if bias_V is None else F.pad(bias_V, (0, more))
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         loss, z = hidden_ND.new_zeros((), dtype=wide), hidden_ND.new_zeros((), dtype=wide)
         correct = labels_N.new_zeros((), dtype=torch.int64)
@@ -94,15 +109,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # One chunk needs no buffer to add into; fp16 always gets one, whose range holds the sum over a batch.
         single = rows <= chunk and hidden_ND.dtype != torch.float16
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if wanted[1] and not (single and rows) else None
-        grad_bias_V = weight_VD.new_zeros(vocab, dtype=wide) if wanted[2] else None
-        softmax_rows = fast_softmax_rows(hidden_ND.device) or _softmax_rows
+        grad_bias_V = weight_VD.new_zeros(weight_VD.shape[0], dtype=wide) if wanted[2] else None
         for start in range(0, rows, chunk):
             hidden_CD, labels_C = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
             if bias_V is None:
                 logits_CV = hidden_CD @ weight_VD.t()
             else:
                 logits_CV = torch.addmm(bias_V, hidden_CD, weight_VD.t())
-            loss_C, z_C, hit_C, grad_CV = softmax_rows(logits_CV, labels_C, smoothing, z_loss, any(wanted))
+            if softmax_rows is None:
+                loss_C, z_C, hit_C, grad_CV = _softmax_rows(logits_CV, labels_C, smoothing, z_loss, any(wanted))
+            else:
+                loss_C, z_C, hit_C, _ = softmax_rows(logits_CV[:, :vocab], labels_C, smoothing, z_loss, any(wanted))
+                grad_CV = logits_CV
             del logits_CV
             loss += loss_C.sum()
             z += z_C.sum()
@@ -116,7 +134,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _accumulate(grad_weight_VD, grad_CV, hidden_CD)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(dim=0, dtype=wide)
-        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD, grad_bias_V)
+        ctx.save_for_backward(grad_hidden_ND, _first_rows(grad_weight_VD, vocab), _first_rows(grad_bias_V, vocab))
         ctx.dtypes = (hidden_ND.dtype, weight_VD.dtype, None if bias_V is None else bias_V.dtype)
         ctx.mark_non_differentiable(z, correct)
         return loss + z, z, correct

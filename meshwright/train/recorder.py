@@ -1,18 +1,20 @@
 """From a step's device scalars to metrics.jsonl, sinks and the progress line; and what happens when a number is not finite.
 
-On an accelerator the numbers of step k are read after step k + 1 was queued, so that the device never waits for the host.
+On an accelerator the numbers of step k set out for the host at its end and are read after step k + 1 was queued, so that the
+device never waits for the host.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from meshwright.distributed.device import fetch
 from meshwright.errors import DeviceError, Finding, NumericsError
 from meshwright.observe.clock import Split
 from meshwright.observe.metrics import MetricsWriter
@@ -73,6 +75,8 @@ class _Pending:
     agreed: Agreed
     result: StepResult
     split: Split
+    numbers: Callable[[], list[float]]
+    """Loss, gradient norm, noise; may wait for the device."""
 
 
 class Recorder:
@@ -99,7 +103,8 @@ class Recorder:
 
     def record(self, record: dict[str, Any], agreed: Agreed, result: StepResult, split: Split) -> None:
         """Take a step: `record` has its counters, `result` the device scalars that may not be there yet."""
-        previous, self._pending = self._pending, _Pending(record, agreed, result, split)
+        numbers = fetch(torch.stack([result.loss, result.grad_norm, result.noise]))
+        previous, self._pending = self._pending, _Pending(record, agreed, result, split, numbers)
         if previous is not None:
             self._write(previous)
         if not self.deferred:
@@ -113,7 +118,7 @@ class Recorder:
 
     def _write(self, pending: _Pending) -> None:
         result, record = pending.result, pending.record
-        loss, norm, small = torch.stack([result.loss, result.grad_norm, result.noise]).tolist()
+        loss, norm, small = pending.numbers()
         record = {"loss": loss, "grad_norm": norm, **record, "loss_scale": result.loss_scale}
         if pending.agreed.targets == 0:  # no target in the whole global batch: there is no loss
             record.update(loss=None, grad_norm=None)

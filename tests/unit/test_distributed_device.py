@@ -52,6 +52,28 @@ def test_wrong_numbers_are_all_named():
         device.visible("0", "cpu", 1, {})
 
 
+def test_fetched_values_are_those_of_the_call():
+    assert device.fetch(torch.tensor([1.5, float("inf")], dtype=torch.float64))() == [1.5, float("inf")]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
+def test_fetched_values_do_not_wait_for_what_was_queued_after_them():
+    # Red with: `tolist` of the values when they are asked for.
+    here = device.rank_device(device.pick(), 0)
+    matrix, values = torch.randn(8192, 8192, device=here), torch.arange(3.0, device=here)
+    device.synchronize(here)
+    wait = device.fetch(values)
+    values.add_(1)
+    for _ in range(30):
+        matrix @ matrix
+    after = device.event(here)
+    after.record()
+    assert wait() == [0.0, 1.0, 2.0]
+    assert not after.query()
+    device.synchronize(here)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no accelerator here")
 def test_the_same_calls_on_an_accelerator():

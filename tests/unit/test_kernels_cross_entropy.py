@@ -179,6 +179,29 @@ def test_default_chunk(rows: int, vocab: int, expected: int) -> None:
     assert cross_entropy._chunk_rows(rows, vocab, torch.empty(0)) == expected
 
 
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_rows_added_for_alignment_change_nothing(chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Red with: gradients of all padded rows kept; ones in place of zeros as padding of the weight.
+    seen = []
+
+    def in_place(logits: torch.Tensor, labels: torch.Tensor, *settings: float) -> tuple[torch.Tensor, ...]:
+        """What an accelerator's kernel does, by the oracle."""
+        seen.append((logits.stride(0), logits.shape[1]))
+        *sums, gradient = cross_entropy._softmax_rows(logits.clone(), labels, *settings)
+        logits.copy_(gradient)
+        return *sums, logits
+
+    monkeypatch.setattr(cross_entropy, "fast_softmax_rows", lambda device: in_place)
+    hidden, weight, bias, labels = _case()
+    total, _, correct = linear_cross_entropy(hidden, weight, bias, labels, smoothing=0.1, z_loss=0.01, chunk=chunk)
+    expected, _, expected_correct = _reference(hidden, weight, bias, labels, 0.1, 0.01)
+    torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-12)
+    assert correct == expected_correct and set(seen) == {(64, V)}
+    ours = torch.autograd.grad(total * 0.37, (hidden, weight, bias))
+    for a, e in zip(ours, torch.autograd.grad(expected * 0.37, (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

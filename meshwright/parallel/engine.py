@@ -213,6 +213,16 @@ class Engine:
             pieces.append(Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim(), owner=first))
         return pieces
 
+    def gradient_state(self) -> list[Piece]:
+        """This rank's part of the reduced gradient as live views named `gradient/...`, loss scale included and not clipped.
+        There after `finish` until the next `zero`."""
+        runs = [(run, part.gradient) for part in self.parameters.ranges for run in part.runs() if run.size]
+        return [
+            piece
+            for run, buffer in runs
+            for piece in flat_pieces(f"gradient/{run.slot.name}", run.of(buffer), run.slot.shape, run.first)
+        ]
+
     def _held(self) -> Iterator[tuple[int, str, Run, torch.Tensor]]:
         """(number of its kind, name, run, buffer of its range) of masters, moments and averages on this rank."""
         for number, (kind, buffers) in enumerate(self._kinds()):

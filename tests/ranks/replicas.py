@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.parallel import apply, norm, replicate
@@ -51,11 +53,12 @@ class Toy(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
+        self.checkpointed = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.frozen(self.embedding(tokens))
         for layer in [*self.layers, self.layers[0]]:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         return self.head(self.norm(x))
 
 
@@ -94,6 +97,9 @@ class Job:
     lr: float = 0.01
     ema: float = 0.0
     compile: str = "off"
+    gather: str = "twice"
+    recompute: str = ""
+    """"inside": a block's forward is a checkpoint; "outside": the whole block is, hooks included."""
     bucket_bytes: int = 2000
     measure_noise: bool = False
     inf: tuple[int, int, str] | None = None
@@ -119,10 +125,23 @@ class Outcome:
 
 def build(job: Job, model: nn.Module | None = None) -> Engine:
     layout = job.layout or Layout(dp_replicate=job.world)
+    model = make_model() if model is None else model
+    if job.recompute == "inside":
+        for block in model.layers:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if isinstance(model, Toy):
+        model.checkpointed = job.recompute == "outside"
     with mock.patch.object(apply, "MIB", job.bucket_bytes):  # a MiB would hold it all
         return parallelize(
-            make_model() if model is None else model,
-            plan=Plan(layout=layout, precision=job.precision, overlap=job.overlap, compile=job.compile, bucket_mib=1),
+            model,
+            plan=Plan(
+                layout=layout,
+                precision=job.precision,
+                overlap=job.overlap,
+                compile=job.compile,
+                gather=job.gather,
+                bucket_mib=1,
+            ),
             mesh=layout_mesh(layout) if job.world > 1 else None,
             table=TIES,
             optimizer=job.optimizer,
@@ -278,12 +297,12 @@ def _mutated(job: Job):
             tensor.div_(job.world)
         return original_reduce(tensor, *args, **kwargs)
 
-    def tie_twice(self: replicate.Gradients) -> torch.Tensor:
+    def tie_twice(self: replicate.Gradients, counted: bool = True) -> torch.Tensor:
         tied = next((group, slot) for group, slot in self.parameters.each() if slot.name == "embedding.weight")
         return original_total(self) + original_square(tied[1].of(tied[0].gradient))
 
-    def one_bucket_late(self: replicate.Gradients, stop: int) -> None:
-        original_launch(self, min(stop, len(self.buckets) - 1))
+    def one_bucket_late(self: replicate.Gradients, lane: replicate.Lane, stop: int) -> None:
+        original_launch(self, lane, min(stop, len(lane.buckets) - 1))
 
     original_total, original_launch = replicate.Gradients.square, replicate.Gradients._launch
     faults = {
@@ -293,7 +312,7 @@ def _mutated(job: Job):
         "last bucket forgotten": lambda: mock.patch.object(replicate.Gradients, "_launch", one_bucket_late),
         "tie counted twice": lambda: mock.patch.object(replicate.Gradients, "square", tie_twice),
         "micro-steps overwrite": lambda: mock.patch.object(replicate.Gradients, "_arrive", _overwriting),
-        "stale gradients": lambda: mock.patch.object(replicate.Gradients, "_zero_untouched", lambda self: None),
+        "stale gradients": lambda: mock.patch.object(replicate.Gradients, "_zero_untouched", lambda *_: None),
     }
     with faults[job.mutation]():
         yield
@@ -309,6 +328,6 @@ _arrive = replicate.Gradients._arrive
 
 def _overwriting(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
     slot.touched = False
-    if parameter.grad is not None and self._scopes > 1:
+    if parameter.grad is not None and self._lanes[0].scopes > 1:
         parameter.grad = parameter.grad * 0.5  # away from the flat view, so that it is copied over it
     _arrive(self, group, slot, parameter)

@@ -1,0 +1,106 @@
+"""Recompute of blocks in backward instead of keeping what they computed.
+
+With B rows, S positions, D width and w bytes an element, a block that is recomputed as a whole keeps its input alone,
+
+    B S D w  (and 4 B S of dropout keys)
+
+for one more forward in backward: a third more arithmetic. "selective" keeps the outputs of its matrix products and of attention
+beside it, and recomputes norms, activation, rotation, dropout and sums, which cost memory traffic but hardly any arithmetic.
+What is kept may wait in host memory (`activations`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.errors import Finding, LayoutError
+from meshwright.models.layers import Layer
+from meshwright.parallel.activations import Host, offload
+from meshwright.spec.plan import Plan
+
+__all__ = ["KEPT", "recompute_blocks"]
+
+KEPT = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "torch_attn::_varlen_attn",
+    }
+)
+"""Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators."""
+
+
+def recompute_blocks(model: nn.Module, plan: Plan) -> None:
+    """Wraps the modules of `model.layers`, which may hold None, in place as the plan says; call it before they are compiled.
+
+    Blocks 0, n, 2n, ... are recomputed, with n = plan.recompute_every. The results are those without it, bit for bit in eager
+    execution. Raises LayoutError for a model without `layers`, and where the plan's settings do nothing together.
+    """
+    findings = _refused(plan)
+    if findings:
+        raise LayoutError(findings=findings)
+    if plan.recompute == "none" and not plan.offload_activations:
+        return
+    blocks = getattr(model, "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        key = "recompute" if plan.recompute != "none" else "offload_activations"
+        what = f"{getattr(plan, key)!r} is about the modules of model.layers, which this model does not have"
+        raise LayoutError(findings=[Finding(f"plan.{key}", what, "Leave it out")])
+    host = Host()
+    for number, block in enumerate(blocks):
+        if block is None:
+            continue
+        if plan.recompute != "none" and number % plan.recompute_every == 0:
+            block.forward = _recomputed(block.forward, plan.recompute, _draws(block))
+        if plan.offload_activations:
+            offload(block, host)
+
+
+def _refused(plan: Plan) -> list[Finding]:
+    findings = []
+    if plan.recompute == "none" and plan.recompute_every > 1:
+        what = f"{plan.recompute_every}, but nothing is recomputed"
+        findings.append(Finding("plan.recompute_every", what, "Set recompute, or recompute_every: 1"))
+    if plan.offload_activations and plan.recompute == "selective" and plan.compile == "off":
+        what = "what selective recompute keeps is out of its reach unless blocks are compiled"
+        findings.append(Finding("plan.offload_activations", what, "Use recompute: full or none, or compile"))
+    return findings
+
+
+def _draws(block: nn.Module) -> bool:
+    """Whether a block may draw from a generator, whose state recompute must then go back to. Our own layers do so in the
+    dropout of attention only; of others we cannot know."""
+    return not isinstance(block, Layer) or getattr(block.attention, "dropout", 1.0) > 0.0
+
+
+def _recomputed(forward: Callable[..., Any], how: str, draws: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+    if how == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **kwargs, **options)
+
+    return recomputed
+
+
+def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = operator.name()
+    if name.startswith("c10d::") and name.endswith("_"):
+        # it writes into its first argument and does not say so: a kept output would be changed, and used again, unnoticed
+        for tensor in args[0] if isinstance(args[0], list | tuple) else args[:1]:
+            increment_version(tensor)
+    return CheckpointPolicy.MUST_SAVE if name in KEPT else CheckpointPolicy.PREFER_RECOMPUTE

@@ -14,14 +14,16 @@ from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.gathered import GatheredGradients, GatheredParameters
+from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
+from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.replicate import Gradients
+from meshwright.parallel.tensor import split_tensors
 from meshwright.parallel.update import FlatOptimizer
 from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
-from meshwright.spec.layout import Layout
-from meshwright.spec.layout_rules import refused
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import refused
 
 __all__ = ["Engine", "StepInfo", "parallelize"]
 
@@ -46,22 +48,28 @@ def parallelize(
     shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none.
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
-    The order is the correctness rule. Tables come first, since they name what the later steps split. Tensor, context and
-    expert parallelism go next: they change which slice of a parameter exists here. Recompute wraps blocks as they then
-    are; compilation sees the recomputed block; data parallelism is last, since it moves the parameters into its buffers
-    and hooks them, and whatever replaced a parameter after that would be trained by nobody.
+    The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
+    goes next, since it changes which block of a parameter exists here; then ties across stages, of whatever blocks those
+    are. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism is last, since it
+    moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would be trained by nobody.
     """
-    _check(plan.layout, mesh)
-    axes = Axes.of(mesh, plan.layout.zero)
+    _check(plan, mesh)
+    stages = cut(model, plan, mesh)
+    sharing = split_tensors(model, plan, mesh)
+    stages.share(sharing)
+    recompute_blocks(model, plan)
     compile_blocks(model, plan.compile)
+    axes = Axes.of(mesh, plan.layout.zero)
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table}
-    parameters, gradients = _data_parallel(model, plan, mesh, axes, dtype=working_dtype(plan.precision), **options)
+    options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
+    parameters, gradients = _data_parallel(model, plan, mesh, axes, **options)
     return Engine(
         parameters,
         gradients,
         FlatOptimizer(optimizer, parameters, ema),
         scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
         axes=axes,
+        runner=stages.runner(),
         compiled=plan.compile,
     )
 
@@ -85,8 +93,8 @@ def _data_parallel(
     return sharded, kind(sharded, axes.data, replicas, **buckets)
 
 
-def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
-    findings = refused(layout)
+def _check(plan: Plan, mesh: DeviceMesh | None) -> None:
+    findings, layout = refused(plan), plan.layout
     named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
     wrong = [key for key, size in layout.axes if named.get(key, 1) != size]

@@ -28,6 +28,7 @@ from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks, init_world
 from meshwright.errors import CheckpointError, Finding, MeshwrightError, NumericsError, UserError
 from meshwright.models import build, initialize
+from meshwright.models.initialize import values_of
 from meshwright.observe.clock import StepClock
 from meshwright.observe.flops import peak_rate
 from meshwright.observe.metrics import MetricsWriter, read_metrics
@@ -37,7 +38,7 @@ from meshwright.observe.resources import Sampler, Usage
 from meshwright.observe.sinks import open_sink
 from meshwright.observe.summary import save_facts, summarise
 from meshwright.observe.trace import Profile
-from meshwright.parallel.apply import parallelize
+from meshwright.parallel.apply import Engine, parallelize
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_run
@@ -197,11 +198,19 @@ def build_context(
     else:
         if job.resume:
             progress.note(f"no whole checkpoint in {job.folder.checkpoints}: the run starts from the beginning")
-        with engine.masters() as shell:
-            initialize(shell, config.run.seed, ranks.device)
+        _give_values(engine, table, config.run.seed, ranks.device)
     for note in data.notes:
         progress.note(note)
     return run
+
+
+def _give_values(engine: Engine, table: Table, seed: int, device: torch.device) -> None:
+    """Initial weights: of our own models parameter by parameter, of others as a whole, by their constructor."""
+    if getattr(engine.model, "remake", None) is None:
+        engine.fill(lambda name, placement: values_of(table, placement, seed))
+        return
+    with engine.masters() as shell:
+        initialize(shell, seed, device)
 
 
 def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:

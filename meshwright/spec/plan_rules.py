@@ -10,7 +10,7 @@ from meshwright.errors import Finding
 from meshwright.spec.model_rules import ARCHITECTURES
 from meshwright.spec.plan import Plan
 from meshwright.spec.sharding import tensor_findings
-from meshwright.spec.stages import stage_findings
+from meshwright.spec.stages import check_split
 
 __all__ = ["REFUSALS", "Refusal", "refused", "refused_for"]
 
@@ -128,10 +128,10 @@ def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list
         what = f"tp {layout.tp}, pp {layout.pp}, but nothing says how the parameters of {model.arch!r} are split"
         return [*found, Finding("plan.layout", what, "Use tp: 1 and pp: 1 for models of your own")]
     if layout.tp > 1:
-        found += tensor_findings(model, task, layout.tp)
+        found += tensor_findings(model, layout.tp)
         if plan.sequence_parallel and seq_len % layout.tp:
             what = f"true, but rows of {seq_len} tokens do not divide by tp {layout.tp}"
             found.append(Finding("plan.sequence_parallel", what, "Use sequence_parallel: false, or another data.seq_len"))
     if layout.pp > 1:
-        found += stage_findings(plan, model.layers)
+        found += check_split(plan.split, model.layers, layout.pp * plan.chunks)
     return found

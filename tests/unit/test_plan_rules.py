@@ -1,44 +1,98 @@
-"""Refused layouts: each with its reason, and each in docs/parallelism.md."""
+"""Refused plans: each with its reason, and each in docs/parallelism.md."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshwright.config.schema import ModelConfig
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_rules import REFUSALS, refused
+from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import REFUSALS, refused, refused_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+MODEL = ModelConfig(layers=6, width=64, heads=4, kv_heads=2, ffn=128, vocab=256)
 
 
-def documented() -> list[str]:
+def documented() -> list[tuple[str, str]]:
     section = PAGE.read_text(encoding="utf-8").split("## Refused")[1]
-    return re.findall(r"^\| `.*? \| (.*) \|$", section, flags=re.MULTILINE)
+    return re.findall(r"^\| `([a-z_.]+)`.*? \| (.*) \|$", section, flags=re.MULTILINE)
 
 
 def test_the_page_lists_exactly_what_is_refused():
     # Red when a refusal is added, dropped or reworded on one side only.
-    assert documented() == [refusal.why for refusal in REFUSALS]
+    assert documented() == [(refusal.key, refusal.why) for refusal in REFUSALS]
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "plan",
     [
-        Layout(),
-        Layout(dp_replicate=8),
-        Layout(dp_shard=2, zero=1),
-        Layout(dp_shard=8, zero=2),
-        Layout(dp_replicate=2, dp_shard=4, zero=2),
+        Plan(),
+        Plan(Layout(dp_replicate=8)),
+        Plan(Layout(dp_shard=2, zero=1)),
+        Plan(Layout(dp_replicate=2, dp_shard=4, zero=2)),
+        Plan(Layout(dp_replicate=2, dp_shard=2, zero=3, tp=2, pp=2), gather="once"),
+        Plan(Layout(tp=2), sequence_parallel=False),
+        Plan(Layout(pp=2), schedule="interleaved", chunks=3, split=(1, 1, 1, 1, 1, 1)),
+        Plan(Layout(pp=2), schedule="zbv", chunks=2),
+        Plan(Layout(pp=2), schedule="zero_bubble", chunks=2),
+        Plan(Layout(dp_shard=2, zero=3), offload="parameters", recompute="full", recompute_every=2),
     ],
 )
-def test_layouts_that_run_are_not_refused(layout):
-    assert refused(layout) == []
+def test_plans_that_run_are_not_refused(plan):
+    assert refused_for(plan, MODEL, "lm", 64) == []
 
 
-def test_every_reason_at_once_with_its_number_and_what_to_do():
-    found = refused(Layout(pp=2, tp=4, zero=3))
-    assert [finding.where for finding in found] == ["layout.pp", "layout.tp", "layout.zero"]
-    assert found[1].what == "4, but tensor parallelism is not available" and all(finding.fix for finding in found)
-    assert {refusal.key for refusal in REFUSALS} <= set(Layout().to_dict())
+REFUSED = {
+    "layout.cp": Plan(Layout(cp=2)),
+    "layout.ep": Plan(Layout(ep=2)),
+    "layout.zero": Plan(Layout(dp_replicate=2, zero=3)),
+    "layout.dp_shard": Plan(Layout(dp_shard=2)),
+    "gather": Plan(Layout(dp_shard=2, zero=2), gather="once"),
+    "sequence_parallel": Plan(sequence_parallel=False),
+    "schedule": Plan(schedule="zbv"),
+    "split": Plan(split=(3, 3)),
+    "recompute_every": Plan(recompute_every=2),
+    "offload_activations": Plan(offload_activations=True, compile="eager"),
+    "offload": Plan(Layout(dp_shard=2, zero=2), offload="parameters"),
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_each_reason_is_found_with_its_value(key):
+    found = [finding for finding in refused(REFUSED[key]) if finding.where == f"plan.{key}"]
+    assert len(found) == 1 and found[0].fix
+    assert found[0].what.endswith(next(refusal.why for refusal in REFUSALS if refusal.key == key))
+
+
+def test_chunks_must_suit_the_schedule():
+    pipeline = Plan(Layout(pp=2))
+    for schedule, chunks, why in (
+        ("1f1b", 2, "one stage a rank"),
+        ("gpipe", 2, "one stage a rank"),
+        ("interleaved", 1, "at least two"),
+        ("zbv", 1, "two stages a rank"),
+        ("zbv", 3, "two stages a rank"),
+    ):
+        (found,) = refused(replace(pipeline, schedule=schedule, chunks=chunks))
+        assert found.where == "plan.chunks" and why in found.what
+    assert {refusal.key for refusal in REFUSALS} == {*REFUSED, "chunks"}
+
+
+def test_every_reason_at_once():
+    found = refused(Plan(Layout(cp=2, zero=3), split=(3, 3), chunks=2))
+    assert [finding.where for finding in found] == ["plan.layout.cp", "plan.layout.zero", "plan.split", "plan.chunks"]
+
+
+def test_what_does_not_divide_is_named_with_the_nearest_that_does():
+    heads = refused_for(Plan(Layout(tp=8)), MODEL, "lm", 64)
+    assert "4 query heads" in heads[0].what and "tp: 4" in heads[0].fix
+    (length,) = refused_for(Plan(Layout(tp=2)), MODEL, "lm", 63)
+    assert length.where == "plan.sequence_parallel" and "63 tokens" in length.what and "tp 2" in length.what
+    (layers,) = refused_for(Plan(Layout(pp=8)), MODEL, "lm", 64)
+    assert "8 stages for 6 layers" in layers.what
+    (mine,) = refused_for(Plan(Layout(pp=2)), MODEL.model_copy(update={"arch": "mine"}), "lm", 64)
+    assert "'mine'" in mine.what

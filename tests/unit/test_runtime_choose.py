@@ -7,9 +7,10 @@ import pytest
 from meshwright.config.schema import Config
 from meshwright.errors import LayoutError
 from meshwright.plan.memory import StateBytes, state_bytes
-from meshwright.runtime.choose import SAFE_SHARE, choose_plan, memory_bytes
+from meshwright.runtime.choose import SAFE_SHARE, bucket_mib, choose_plan, memory_bytes
 from meshwright.spec.counts import parameter_count
 from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
 
 GIB = 2**30
 MODEL = {"arch": "decoder", "layers": 16, "width": 2048, "heads": 16, "kv_heads": 4, "ffn": 5632, "vocab": 32000}
@@ -53,28 +54,60 @@ def test_a_large_parameter_makes_large_buckets_but_never_more_than_all_of_the_gr
     assert state_bytes(1000, "bf16", Layout(dp_shard=2, zero=2), moments=0).optimizer == 2000  # masters
 
 
+def memory(layout: Layout, micro_batch: int = 1, **changed) -> float:
+    """Bytes of a rank as the rule estimates them, with the buckets of the rule."""
+    mib = bucket_mib(parameter_count(config().model, "lm"), "bf16")
+    return memory_bytes(config(), micro_batch, "lm", Plan(layout, precision="bf16", bucket_mib=mib, **changed))
+
+
 def needs(layout: Layout) -> float:
     """GiB of a device on which one row just fits."""
-    return memory_bytes(config(), 1, "lm", layout) / SAFE_SHARE / GIB
+    return memory(layout) / SAFE_SHARE / GIB
 
 
-def test_the_rule_takes_the_first_stage_that_fits_and_says_why():
+LADDER = (
+    Layout(dp_replicate=8),
+    Layout(dp_shard=8, zero=1),
+    Layout(dp_shard=8, zero=2),
+    Layout(dp_shard=8, zero=3),
+    Layout(dp_shard=4, zero=3, tp=2),
+    Layout(tp=8),
+)
+
+
+def test_the_rule_takes_the_first_layout_that_fits_and_says_why():
     # Red when a stage is skipped, and when the share of a device that may be used is forgotten.
-    plain, first, second = (
-        needs(layout) for layout in (Layout(dp_replicate=8), Layout(dp_shard=8, zero=1), Layout(dp_shard=8, zero=2))
-    )
-    assert plain > first > second > 5
-    assert choose(None).layout == Layout(dp_replicate=8)
-    assert choose(plain * 1.01).layout == Layout(dp_replicate=8)
-    plan = choose(plain * 0.99)
-    assert plan.layout == Layout(dp_shard=8, zero=1)
-    assert plan.reason.startswith(f"ZeRO-1 over 8 devices (data parallel needs about {plain * SAFE_SHARE:.1f} GiB, 85% of")
-    plan = choose(first * 0.99)
-    assert plan.layout == Layout(dp_shard=8, zero=2)
-    assert f"ZeRO-1 needs about {first * SAFE_SHARE:.1f} GiB" in plan.reason
+    gib = [needs(layout) for layout in LADDER]
+    assert gib == sorted(gib, reverse=True)
+    assert choose(None).layout == LADDER[0]
+    assert choose(gib[0] * 1.01).layout == LADDER[0]
+    for smaller, layout in zip(gib, LADDER[1:4], strict=False):
+        plan = choose(smaller * 0.99)
+        assert plan.layout == layout
+        assert plan.reason.startswith(f"ZeRO-{layout.zero} over 8 devices (")
+    assert f"data parallel needs about {gib[0] * SAFE_SHARE:.1f} GiB, 85% of" in choose(gib[0] * 0.99).reason
+    assert f"ZeRO-1 needs about {gib[1] * SAFE_SHARE:.1f} GiB" in choose(gib[1] * 0.99).reason
+    assert choose(gib[3] * 0.99).layout.tp > 1, "tensor parallelism inside of a host is next"
     with pytest.raises(LayoutError) as caught:
-        choose(second * 0.99)
-    assert "ZeRO-2 needs about" in str(caught.value) and "start more devices" in str(caught.value)
+        choose(0.5)
+    assert "ZeRO-3 needs about" in str(caught.value) and "start more devices" in str(caught.value)
+
+
+def test_pipelines_go_across_hosts_when_tensor_parallelism_is_not_enough():
+    # Red when tensor ranks are dealt over hosts.
+    found = next(
+        plan.layout
+        for tenths in range(600, 0, -1)
+        if (plan := _chosen(tenths / 10, world=16, local=4)) is not None and plan.layout.pp > 1
+    )
+    assert found.tp == 4 and found.world == 16
+
+
+def _chosen(device_gib: float, **where) -> Plan | None:
+    try:
+        return choose_plan(config(), device_type="cuda", device_bytes=int(device_gib * GIB), task="lm", **where)
+    except LayoutError:
+        return None
 
 
 def test_one_device_has_nobody_to_share_with():
@@ -88,6 +121,35 @@ def test_the_micro_batch_fills_what_the_states_leave():
     layout = Layout(dp_shard=8, zero=1)
     plan = choose(needs(Layout(dp_replicate=8)) * 0.99)
     assert plan.micro_batch > 1
-    assert memory_bytes(config(), plan.micro_batch, "lm", layout) <= SAFE_SHARE * needs(Layout(dp_replicate=8)) * GIB
-    saved = memory_bytes(config(), 1, "lm", Layout(dp_replicate=8)) - memory_bytes(config(), 1, "lm", layout)
+    assert memory(layout, plan.micro_batch) <= SAFE_SHARE * needs(Layout(dp_replicate=8)) * GIB
+    saved = memory(Layout(dp_replicate=8)) - memory(layout)
     assert saved == pytest.approx(12 * 7 / 8 * parameter_count(config().model, "lm"))
+
+
+def test_recompute_leaves_less_in_memory():
+    whole, selective, full = (memory(Layout(), 8, recompute=how) for how in ("none", "selective", "full"))
+    assert whole > selective > full
+    assert memory(Layout(), 8, recompute="full", recompute_every=2) > full
+
+
+def test_a_part_of_a_plan_is_completed():
+    # Red when the data ranks of a given layout are not what is left of the world.
+    def given(world: int = 8, **keys) -> Plan:
+        return choose_plan(config(), world=world, device_type="cpu", device_bytes=None, task="lm", given=keys)
+
+    assert given(layout={"tp": 2}).layout == Layout(dp_replicate=4, tp=2)
+    assert given(layout={"tp": 2, "zero": 2}).layout == Layout(dp_shard=4, tp=2, zero=2)
+    assert given(layout={"pp": 2, "zero": 3, "dp_replicate": 2}).layout == Layout(dp_replicate=2, dp_shard=2, pp=2, zero=3)
+    assert given(layout={"dp_shard": 8, "zero": 1}, micro_batch=3, bucket_mib=7).bucket_mib == 7
+    assert given(recompute="full").recompute == "full"
+    assert given(layout={"pp": 4, "tp": 2}, micro_batch=5, reason="mine").reason == "mine"
+    with pytest.raises(LayoutError, match="tp 3 does not divide 8 ranks") as caught:
+        given(layout={"tp": 3})
+    assert "Start 6, 9 ranks" in str(caught.value)
+
+
+def test_a_pipeline_is_fed_with_enough_micro_batches():
+    plan = choose_plan(
+        config(batch=64), world=4, device_type="cuda", device_bytes=1 << 50, task="lm", given={"layout": {"pp": 4}}
+    )
+    assert plan.accumulation(64) >= 16 and "micro-batches a pipeline stage" in plan.reason

@@ -11,11 +11,10 @@ chunks and M micro-batches a rank sends at most 2 v M of them a step. The loss e
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,9 +51,10 @@ class Tie:
 class Stages:
     """What this rank has of the model.
 
-    model: as it was cut. rank, ranks: its place in the pipeline. held: its stages, in the order of the model; chunk c is held[c]. spans: layers
-    [first, stop) of every stage of the pipeline. ties: what the first and the last stage share. split_backward: weight
-    gradients are put off. note: what was done otherwise than the plan says, for the log; empty where nothing was.
+    model: as it was cut. rank, ranks: its place in the pipeline. held: its stages, in the order of the model; chunk c is
+    held[c]. spans: layers [first, stop) of every stage of the pipeline. ties: what the first and the last stage share.
+    split_backward: weight gradients are put off. note: what was done otherwise than the plan says, for the log; empty where
+    nothing was.
     """
 
     model: nn.Module

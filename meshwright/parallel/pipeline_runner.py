@@ -315,6 +315,7 @@ class _Step:
         with self._scope(action, "weight"), self.runner.clock.span(action.stage, WEIGHT):
             while kept:
                 for parameter, gradient in kept.pop(0).weight_gradients():
+                    assert isinstance(parameter, nn.Parameter)
                     self.engine.gradients.deliver(parameter, gradient)
 
     def _nothing(self, action: Action) -> None:

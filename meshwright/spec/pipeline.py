@@ -15,6 +15,7 @@ Stages lie on ranks in a loop, stage s on rank s mod p, but in zbv rank r has st
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -126,7 +127,7 @@ def _rounds(ranks: int, micros: int) -> list[range]:
     count = max(1, micros // ranks)
     short, longer = divmod(micros, count)
     edges = [number * short + min(number, longer) for number in range(count + 1)]
-    return [range(start, stop) for start, stop in zip(edges[:-1], edges[1:], strict=True)]
+    return [range(start, stop) for start, stop in itertools.pairwise(edges)]
 
 
 def _one_by_one(rank: int, ranks: int, micros: int, chunks: int, *, hop: int, split: bool = False) -> Iterator[Action]:
@@ -262,9 +263,9 @@ def _merge(
     for place, action in enumerate(actions):
         yield from posts.get(place, ())
         yield action
-        message = _result(action, last)
-        if message is not None and of(message) != rank:
-            yield message
+        result = _result(action, last)
+        if result is not None and of(result) != rank:
+            yield result
 
 
 # ---- what a schedule costs ----------------------------------------------------------------------------------------------
@@ -302,7 +303,9 @@ def simulate(computed: Sequence[Sequence[Action]], seconds: Callable[[Action], f
                 start[rank].append(begin)
                 left -= 1
         if left == before:
-            waiting = [str(actions[len(start[rank])]) for rank, actions in enumerate(computed) if len(start[rank]) < len(actions)]
+            waiting = [
+                str(actions[len(start[rank])]) for rank, actions in enumerate(computed) if len(start[rank]) < len(actions)
+            ]
             raise ValueError(f"the ranks wait for each other at {', '.join(waiting)}")
     busy = tuple(sum(map(seconds, actions)) for actions in computed)
     return Timeline(tuple(map(tuple, start)), max(free), busy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.config.schema import ModelConfig
@@ -68,13 +68,13 @@ def balance(costs: Sequence[float], first: float, last: float, stages: int) -> t
 
     dearest = _table(layers, stages, lambda so_far, here: max(so_far, here), cost)[0]
     limit = dearest * (1 + 1e-12)  # sums of the same costs in another order
-    squares = _table(
-        layers, stages, lambda so_far, here: so_far + here * here if here <= limit else float("inf"), cost
-    )
+    squares = _table(layers, stages, lambda so_far, here: so_far + here * here if here <= limit else float("inf"), cost)
     return squares[1]
 
 
-def _table(layers, stages, join, cost) -> tuple[float, tuple[int, ...]]:
+def _table(
+    layers: int, stages: int, join: Callable[[float, float], float], cost: Callable[[int, int, int], float]
+) -> tuple[float, tuple[int, ...]]:
     """Least value, and the split that has it, over all splits; `join` adds one stage's cost to the value of those before."""
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):

@@ -25,13 +25,18 @@ NOISE_EVERY = 10
 
 
 def agree(run: Context, data: StepData) -> Agreed:
-    """Sum the counts of all data ranks; any rank that was asked to stop stops all. One small reduction on the host."""
+    """Sum the counts of all data ranks; any rank that was asked to stop stops all. One small reduction on the host.
+
+    Ranks that hold parts of one model have the same rows: only the first of them counts those.
+    """
     model = run.config.model
     causal, window = model.arch == "decoder", model.sliding_window
     pairs = sum(pairs_of(batch, causal=causal, window=window) for batch in data.micro)
     stop = run.stop.local or run.out_of_time()
-    mine = [data.targets, data.tokens, data.local_rows, pairs, int(stop)]
-    targets, tokens, rows, pairs, stops = sum_scalars(mine, run.ranks.control)
+    counts = [data.targets, data.tokens, data.local_rows, pairs]
+    if not all(group.rank() == 0 for group in run.engine.axes.model.values()):
+        counts = [0, 0, 0, 0.0]
+    targets, tokens, rows, pairs, stops = sum_scalars([*counts, int(stop)], run.ranks.control)
     return Agreed(int(targets), int(tokens), int(rows), pairs, stops > 0)
 
 
@@ -43,7 +48,7 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
     """
     engine, clock, config = run.engine, run.clock, run.config
     if config.model.attention_dropout:  # hidden dropout needs no generator; attention kernels draw from torch's
-        torch.manual_seed(_generator_seed(config.run.seed, run.state.step, run.data_rank))
+        torch.manual_seed(_generator_seed(config.run.seed, run.state.step, run.ranks.rank))  # also apart: heads and stages
     engine.measure_noise = config.train.noise_scale and run.state.step % NOISE_EVERY == 0
     engine.zero()
     # [loss sum, square norm of this part's mean gradient]; fp64, so that sums over ranks do not round
@@ -60,9 +65,11 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
         engine.run(len(data.micro), forward, engine.loss_scale / max(1, agreed.targets), taken, clock.waiting)
         engine.finish(clock.waiting)
         sums[1] = _part_square(run, data, agreed)
-        if run.engine.axes.data is not None:
-            with clock.waiting():
-                dist.all_reduce(sums, group=run.engine.axes.data)
+        with clock.waiting():
+            if (pipeline := engine.axes.model.get("pp")) is not None:
+                dist.all_reduce(sums[:1], group=pipeline)  # the last stage has the loss, and all have the square norm
+            if engine.axes.data is not None:
+                dist.all_reduce(sums, group=engine.axes.data)
         loss, noise = sums[0] / max(1, agreed.targets), sums[1] / run.plan.layout.dp
         if agreed.targets == 0:
             zero = torch.zeros_like(loss)

@@ -336,9 +336,7 @@ def difference(found: list[Outcome], expected: Outcome) -> dict[str, float]:
     def numbers(kind: str) -> float:
         wanted = getattr(expected, kind)
         return max(
-            abs(a - b) / max(abs(b), 1e-3)
-            for outcome in found
-            for a, b in zip(getattr(outcome, kind), wanted, strict=True)
+            abs(a - b) / max(abs(b), 1e-3) for outcome in found for a, b in zip(getattr(outcome, kind), wanted, strict=True)
         )
 
     return {

@@ -99,9 +99,7 @@ def test_rebalance_moves_layers_away_from_the_head():
 
 # with `layer` the stage's own time everywhere (the head's seconds taken for layers') the last example above is red
 @settings(max_examples=80, deadline=None)
-@given(
-    st.lists(st.integers(1, 6), min_size=2, max_size=6), st.floats(0.05, 2.0), st.floats(0.0, 9.0), st.floats(0.0, 9.0)
-)
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=6), st.floats(0.05, 2.0), st.floats(0.0, 9.0), st.floats(0.0, 9.0))
 def test_rebalance_is_never_worse_and_settles(split, layer, first, last):
     def measured(split):
         return stage_costs(split, [layer] * sum(split), first, last)

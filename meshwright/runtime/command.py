@@ -112,20 +112,21 @@ class TrainCommand:
 
     def as_rank(self, resolved: Resolved, world: World, show: Show) -> int:
         """One rank that torchrun, Slurm, Kubernetes or a launcher of several machines started: the first one prepares."""
+        from meshwright.runtime.alike import settings
         from meshwright.runtime.worker import Job, start
 
         self._refuse_launching(world)
         folder = RunFolder(resolved.config.run.dir)
         device_type = _device_type(resolved)
         resume = self._is_resume(folder) or (world.restart > 0 and folder.config.is_file())
+        plan = read_plan(self.plan) if self.plan else None
 
         def prepare() -> None:
-            plan = read_plan(self.plan) if self.plan else None
             target = Target(world.world, device_type, _device_bytes(device_type), world.local_world)
             ready = set_up(resolved, target, folder, plan=plan, resume=resume, write=True, say=_say, profile=self.profile)
             show(ready.resolved, ready)
 
-        outcome = start(world, Job(folder, resume, self.profile), device_type, prepare)
+        outcome = start(world, Job(folder, resume, self.profile, settings(resolved.config, plan)), device_type, prepare)
         if not outcome.finished:  # an elastic agent says so itself, and would take a code for a failure
             return 0 if world.source == "elastic" else STOPPED
         if world.rank == 0:

@@ -9,8 +9,9 @@ import argparse
 import contextlib
 import platform
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 
@@ -20,6 +21,7 @@ from meshwright.config.schema import Config
 from meshwright.data.dataset import Dataset
 from meshwright.data.loader import Loader
 from meshwright.distributed import device as devices
+from meshwright.distributed.agreement import refuse_different, source_digests
 from meshwright.distributed.environment import World, read_world
 from meshwright.distributed.mesh import build_mesh, data_rank
 from meshwright.distributed.reduce import broadcast_json
@@ -39,6 +41,7 @@ from meshwright.observe.sinks import open_sink
 from meshwright.observe.summary import save_facts, summarise
 from meshwright.observe.trace import Profile
 from meshwright.parallel.apply import Engine, parallelize
+from meshwright.runtime.alike import code, settings
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_run
@@ -60,11 +63,13 @@ NOTHING_UPDATED = "no target in the whole batch, or a gradient that was not fini
 
 @dataclass(frozen=True)
 class Job:
-    """resume: go on from the newest whole checkpoint of the folder (from the start where there is none)."""
+    """resume: go on from the newest whole checkpoint of the folder (from the start where there is none). settings: what this
+    rank was started with, where each rank read it for itself."""
 
     folder: RunFolder
     resume: bool = False
     profile: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,12 +86,17 @@ class RunData:
 def run_job(job: Job, ranks: Ranks) -> Outcome:
     """Train one run on these ranks. Every rank calls it."""
     config, plan = job.folder.read_config().config, Plan.load(job.folder.plan)
+    modules = source_digests({path: Path(path) for path in config.run.modules})
+    refuse_different({"settings": settings(config, plan.to_dict()), "run.modules": modules}, ranks.control)
     load_modules(config.run.modules)
     corpus = Corpus.load(job.folder.data)
     tokenizer = corpus.tokenizer()
+    stores = corpus.digests()
+    names = [f"data.{kind}.{i}" for kind in ("train", "valid") for i in range(len(getattr(corpus, kind)))]
+    refuse_different({"data": {**dict(zip(names, stores, strict=True)), "tokenizer": tokenizer.fingerprint}}, ranks.control)
     task = make_objective(config.objective, config.model.classes or 0).task
     train_data, valid_data = corpus.datasets(config, tokenizer, task)
-    data = RunData(train_data, valid_data, tokenizer.fingerprint, train_data.notes, corpus.digests())
+    data = RunData(train_data, valid_data, tokenizer.fingerprint, train_data.notes, stores)
     return run_on(job, config, plan, data, ranks)
 
 
@@ -276,6 +286,7 @@ def start(world: World, job: Job, device_type: str | None = None, prepare: Calla
     """
     timeout = PREPARING_SECONDS if prepare is not None else 1800.0
     with init_world(world, device_type or devices.pick(), timeout=timeout) as ranks:
+        refuse_different({"code": code(), "settings": job.settings}, ranks.control)
         if prepare is not None:
             _on_the_first(prepare, ranks)
         # ranks that somebody else started looked at the folder at different times: the first one's answer counts

@@ -16,6 +16,7 @@ COMMANDS = {
     "prepare": "Turn text into token shards.",
     "convert": "Hugging Face weights to ours and back, compared.",
     "report": "Write report.html of a run again.",
+    "rebalance": "Even out the pipeline stages of a run by measured times.",
     "devices": "What this machine has.",
     "doctor": "Check this machine and say what to mend.",
 }

@@ -121,9 +121,9 @@ class Pipeline:
         dist.all_reduce(found, group=self.group)
         return found.tolist()
 
-    def suggest(self) -> tuple[int, ...]:
-        """Layers a stage by which the measured times would be balanced. All ranks of the pipeline call it."""
-        return rebalance(self.stage_seconds(), [stop - start for start, stop in self.spans])
+    def measured(self) -> dict[str, Any]:
+        """All ranks of the pipeline call it."""
+        return {"split": [stop - start for start, stop in self.spans], "seconds": self.stage_seconds()}
 
     def _actions(self, count: int, *, training: bool) -> tuple[Action, ...]:
         key = (training, count)

@@ -31,6 +31,10 @@ class Runner(Protocol):
         """Forward alone; the caller has switched gradients off."""
         ...
 
+    def measured(self) -> dict[str, Any] | None:
+        """`split` (layers) and `seconds` (of a micro-batch) of the stages of a pipeline, after a step; None without one."""
+        ...
+
 
 class SerialRunner:
     """The whole model is on every rank."""
@@ -45,3 +49,6 @@ class SerialRunner:
     def evaluate(self, engine: Engine, count: int, forward: Forward, taken: Taken) -> None:
         for number in range(count):
             taken(number, forward(engine.model, number))
+
+    def measured(self) -> dict[str, Any] | None:
+        return None

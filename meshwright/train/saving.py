@@ -46,6 +46,7 @@ def save(run: Context) -> None:
         "state": {**state.to_dict(), "seconds": run.elapsed()},
         "identity": run.identity,
         "total": run.budget.steps,
+        "stages": run.engine.runner.measured(),
         "versions": {"meshwright": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
     run.store.save(state.step, run.engine.parameters_state(), meta, background=run.config.checkpoint.background)

@@ -1,0 +1,5 @@
+from __future__ import annotations
+import contextlib
+@contextlib.contextmanager
+def planted(fault):
+    yield

@@ -17,7 +17,7 @@ from meshwright.spec.plan import Plan
 if TYPE_CHECKING:
     from meshwright.distributed.environment import Nodes, World
 
-__all__ = ["TrainCommand"]
+__all__ = ["TrainCommand", "target_of"]
 
 STOPPED = 143
 """Exit code of a rank without a launcher of ours that saved and stopped: SIGTERM's, so that a job is not taken for done."""
@@ -70,7 +70,7 @@ class TrainCommand:
         from meshwright.observe.trace import Profile
 
         Profile(self.profile)  # a range that cannot be is refused before anything is prepared
-        target, env = self._target(resolved)
+        target, env = target_of(resolved, self.nproc, self.devices)
         folder = RunFolder(resolved.config.run.dir)
         nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
         resume = self._is_resume(folder)
@@ -152,19 +152,24 @@ class TrainCommand:
     def _is_resume(self, folder: RunFolder) -> bool:
         return self.resume is not None and (self.resume != "latest" or folder.config.is_file())
 
-    def _target(self, resolved: Resolved) -> tuple[Target, dict[str, str]]:
-        from meshwright.distributed import device as devices
 
-        device_type = _device_type(resolved)
-        env = {}
-        have = devices.count(device_type)
-        if self.devices is not None:
-            env = devices.visible(self.devices, device_type, have)
-            have = len(self.devices.split(","))
-        world = self.nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
-        if device_type != "cpu" and world > have:
-            raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
-        return Target(world, device_type, _device_bytes(device_type)), env
+def target_of(resolved: Resolved, nproc: int | None = None, chosen: str | None = None) -> tuple[Target, dict[str, str]]:
+    """Where the ranks of this machine go, and the environment in which they see only the `chosen` devices ("0,2").
+
+    nproc: ranks; default: one a device, two on a CPU. Raises ConfigError for more ranks than devices.
+    """
+    from meshwright.distributed import device as devices
+
+    device_type = _device_type(resolved)
+    env = {}
+    have = devices.count(device_type)
+    if chosen is not None:
+        env = devices.visible(chosen, device_type, have)
+        have = len(chosen.split(","))
+    world = nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
+    if device_type != "cpu" and world > have:
+        raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
+    return Target(world, device_type, _device_bytes(device_type)), env
 
 
 def finish(folder: RunFolder) -> None:

@@ -6,6 +6,7 @@ then the fewest cells that a greedy choice needs for every pair of values at up 
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -17,12 +18,14 @@ from meshwright.verify.layouts import CHUNKS
 from tests.parity.cells import LAYOUTS, SCHEDULES, Cell
 from tests.parity.models import MODELS
 
-__all__ = ["FILE", "alone", "candidates", "factors", "load", "stacks", "whole_product"]
+__all__ = ["FILE", "alone", "candidates", "factors", "generate", "load", "missing", "stacks", "whole_product"]
 
 FILE = Path(__file__).with_name("array.json")
 
 ALONE = ("data", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3", "tp")
 SMALL = 4
+NOT_THERE = "not available"
+"""What `spec.layout_rules` says of a strategy that does not exist; other refusals are for good."""
 RECOMPUTE = ("none", "selective", "full")
 COMPILE = ("off", "eager")
 
@@ -37,9 +40,22 @@ def shapes(largest: int) -> Iterator[Cell]:
             if schedule and layout.pp * CHUNKS[schedule] > layers:
                 continue
             for sequence in (True, False) if layout.tp > 1 else (True,):
-                yield Cell(model, name, schedule, sequence_parallel=sequence)
+                cell = Cell(model, name, schedule, sequence_parallel=sequence)
+                if not impossible(cell):
+                    yield cell
 
 
+def missing(cell: Cell) -> list[str]:
+    """Strategies of the cell that this version does not have."""
+    return [finding.what for finding in cell.refused() if NOT_THERE in finding.what]
+
+
+def impossible(cell: Cell) -> list[str]:
+    """Why the cell can never run."""
+    return [finding.what for finding in cell.refused() if NOT_THERE not in finding.what]
+
+
+@functools.cache
 def candidates() -> list[Cell]:
     """All cells at up to 4 ranks."""
     rest = product((1, 3), ("fp64", "fp32"), (True, False), RECOMPUTE, COMPILE)
@@ -66,12 +82,12 @@ def whole_product() -> list[Cell]:
 def alone() -> list[Cell]:
     """Every strategy by itself on every model; the other choices take turns."""
     cells = []
-    for model in MODELS:
+    for number, model in enumerate(MODELS):
         shapes = [Cell(model, layout) for layout in ALONE]
         shapes += [Cell(model, "tp", sequence_parallel=False)]
         shapes += [Cell(model, "pp", schedule) for schedule in SCHEDULES]
         for shape in shapes:
-            turn = len(cells)
+            turn = len(cells) + number  # there is an even number of strategies, so that they would fall into step
             cells.append(
                 replace(
                     shape,

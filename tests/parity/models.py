@@ -61,6 +61,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mlm": {
         "model": {**_BERT, "tied": True, "head_bias": True, "head_transform": True},
         "objective": {"kind": "masked_lm", "mask_fraction": 0.2},
+        "data": {"packing": "none"},
     },
     "classifier": {
         "model": {**_BERT, "classes": 3},

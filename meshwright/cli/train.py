@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
         """Train a model on every device of this machine. Any setting of the file can be given as --section.key=value."""
         from meshwright.runtime.command import TrainCommand
 
-        overrides = _overrides(context.args)
+        overrides = joined_overrides(context.args)
         if config is not None and config.startswith("-"):  # `train --train.lr=1 --resume RUN`: the first flag is no file
             overrides, config = [config, *overrides], None
         return TrainCommand(
@@ -80,7 +80,7 @@ def show(resolved: Resolved, ready: Ready) -> None:
         )
 
 
-def _overrides(args: list[str]) -> list[str]:
+def joined_overrides(args: list[str]) -> list[str]:
     """`--a.b value` is the same as `--a.b=value`."""
     joined: list[str] = []
     for arg in args:

@@ -48,13 +48,16 @@ def layouts(world: int) -> list[Layout]:
 
 
 def plans(world: int, base: Plan, model: ModelConfig, rows: int) -> list[Plan]:
-    """Every layout of `world` ranks with every pipeline schedule, with and without sequence parallelism, kinds of recompute,
-    and one or three micro-steps of `rows` rows; what cannot run this model is left out. base: everything else."""
+    """Every layout of `world` ranks, with every pipeline schedule, with and without sequence parallelism, with each kind of
+    recompute, and with one and three micro-steps of `rows` rows; what cannot run this model is left out.
+
+    base: everything else; its micro-batch is the largest that is used.
+    """
     found: dict[Plan, None] = {}
     for layout in layouts(world):
         for changed in _variants(layout):
             for steps in (1, 3):
-                micro = math.ceil(math.ceil(rows / layout.dp) / steps)
+                micro = min(base.micro_batch, math.ceil(math.ceil(rows / layout.dp) / steps))
                 plan = replace(base, layout=layout, micro_batch=micro, reason="", **changed)
                 if not unfit(plan, model):
                     found[plan] = None

@@ -1,7 +1,7 @@
 """A cell: one model trained by one plan, and how far from one device it ends.
 
-    outcome = run_cell(ranks, Cell("tied", "zero2-tp", accumulation=3))      # ranks: the fixture of tests/conftest.py
-    assert not outcome.wrong
+outcome = run_cell(ranks, Cell("tied", "zero2-tp", accumulation=3))      # ranks: the fixture of tests/conftest.py
+assert not outcome.wrong
 """
 
 from __future__ import annotations
@@ -172,5 +172,3 @@ def cell_on_rank(cell: Cell, known: Reference, fault: str) -> tuple[dict[str, Wo
         trace = run(case_of(cell.model, cell.precision, cell.clip), plan, layout_mesh(plan.layout), joined(), look)
     take({"loss": compare_numbers(trace.losses, known.trace.losses), "norm": compare_numbers(trace.norms, known.trace.norms)})
     return found, held, [] if trace.skipped == known.trace.skipped else [f"skipped steps: {trace.skipped}"]
-
-

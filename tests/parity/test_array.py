@@ -14,7 +14,7 @@ ARRAY = array.load()
 
 
 def test_the_committed_array_is_the_one_that_its_factors_give():
-    assert ARRAY == array.generate(), "write it anew: python -m tests.parity.array"
+    assert array.generate() == ARRAY, "write it anew: python -m tests.parity.array"
 
 
 def test_every_pair_of_values_that_any_cell_of_4_ranks_has_is_in_one():

@@ -29,18 +29,23 @@ __all__ = ["Row", "settled", "verify"]
 GRADIENTS = 1
 """First steps whose gradients are kept and compared. A later one is in the weights after the last step."""
 SGD_LR = 0.1
+EPS = 1e-4
+"""Least eps of AdamW: a gradient that is 1e-16 of rounding alone then moves its weight by 1e-12 of an update."""
 
 
 def settled(config: Config, precision: str, steps: int) -> tuple[Config, list[str]]:
     """The config as it is verified, and what differs from the user's.
 
-    Below fp64 by SGD: AdamW divides by the size of the gradient, so that where it is only rounding the update is too.
-    Attention dropout draws from a generator whose numbers depend on the layout.
+    AdamW divides by the size of the gradient: where that is rounding alone, as for the bias of keys, so is the update. Hence a
+    larger eps in fp64, and SGD below. Attention dropout draws from a generator whose numbers depend on the layout.
     """
     optimizer, notes, lr = config.train.optimizer, [], config.train.lr
     if precision != "fp64" and optimizer.kind != "sgd":
         optimizer, lr = OptimizerConfig(kind="sgd", weight_decay=0.0), SGD_LR
         notes.append(f"weights are updated by SGD with lr {lr:g}: in {precision} AdamW makes rounding as large as an update")
+    elif optimizer.kind == "adamw" and optimizer.eps < EPS:
+        optimizer = optimizer.model_copy(update={"eps": EPS})
+        notes.append(f"AdamW's eps is {EPS:g}: where a gradient is nothing but rounding, so is the update otherwise")
     model = config.model
     if model.attention_dropout:
         model = model.model_copy(update={"attention_dropout": 0.0})

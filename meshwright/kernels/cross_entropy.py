@@ -8,6 +8,7 @@ Shapes: N rows, D width, V vocabulary, C rows of a chunk.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,12 @@ from torch.autograd.function import once_differentiable
 from meshwright.kernels.accelerated import softmax_rows as fast_softmax_rows
 from meshwright.spec.labels import IGNORE
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["SoftmaxRows", "chunk_rows", "linear_cross_entropy"]
+
+SoftmaxRows = Callable[
+    [torch.Tensor, torch.Tensor, float, float, bool], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+]
+"""Signature of `_softmax_rows`."""
 
 _CHUNK_BYTES = {"cpu": 32 * 2**20}
 _CHUNK_BYTES_ACCELERATOR = 2 * 2**30 + 2**28
@@ -24,7 +30,8 @@ _CHUNK_BYTES_ACCELERATOR = 2 * 2**30 + 2**28
 a CPU wants the chunk near its last cache."""
 
 
-def _chunk_rows(rows: int, vocab: int, logit: torch.Tensor) -> int:
+def chunk_rows(rows: int, vocab: int, logit: torch.Tensor) -> int:
+    """Rows of a chunk whose logits, of the dtype and on the device of `logit`, are within the budget."""
     budget = _CHUNK_BYTES.get(logit.device.type, _CHUNK_BYTES_ACCELERATOR)
     most = max(1, budget // max(1, vocab * logit.element_size()))
     tile = 128 if most >= 128 else 1  # whole tiles of a matrix product, where the budget allows one
@@ -84,6 +91,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels_N: torch.Tensor,
         settings: tuple[float, float, int],
         wanted: tuple[bool, bool, bool],
+        softmax_rows: SoftmaxRows,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         smoothing, z_loss, chunk = settings
         rows, vocab = hidden_ND.shape[0], weight_VD.shape[0]
@@ -95,7 +103,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         single = rows <= chunk and hidden_ND.dtype != torch.float16
         grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if wanted[1] and not (single and rows) else None
         grad_bias_V = weight_VD.new_zeros(vocab, dtype=wide) if wanted[2] else None
-        softmax_rows = fast_softmax_rows(hidden_ND.device) or _softmax_rows
         for start in range(0, rows, chunk):
             hidden_CD, labels_C = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
             if bias_V is None:
@@ -131,7 +138,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 out.append(None)
             else:  # one pass scales and casts; one dimension, since a 0-d factor would first be rounded to bf16
                 out.append(torch.mul(stored, grad.reshape(1), out=torch.empty_like(stored, dtype=dtype)))
-        return (*out, None, None, None)
+        return (*out, None, None, None, None)
 
 
 def linear_cross_entropy(
@@ -143,6 +150,7 @@ def linear_cross_entropy(
     smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk: int | None = None,
+    softmax_rows: SoftmaxRows | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sum over the targets of cross-entropy(hidden @ weight^T + bias, label), and what goes with it.
 
@@ -151,6 +159,7 @@ def linear_cross_entropy(
                (1 - smoothing) * onehot + smoothing / V
     z_loss     weight of logsumexp(logits)^2 of each target (PaLM, arXiv:2204.02311, section 5)
     chunk      rows whose logits exist at once; default: by a budget of bytes
+    softmax_rows  what turns a chunk's logits into losses and gradients; default: the softmax over the columns that are here
 
     Returns scalars, the first two in at least fp32:
     loss_sum  the only differentiable one: cross-entropy *plus* the z term, so that `loss_sum.backward()` is all
@@ -160,11 +169,12 @@ def linear_cross_entropy(
     Call it outside compiled regions. First derivatives only.
     """
     if chunk is None:
-        chunk = _chunk_rows(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND)
+        chunk = chunk_rows(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND)
     enabled = torch.is_grad_enabled()
     wanted = (
         enabled and hidden_ND.requires_grad,
         enabled and weight_VD.requires_grad,
         enabled and bias_V is not None and bias_V.requires_grad,
     )
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, (smoothing, z_loss, chunk), wanted)
+    softmax_rows = softmax_rows or fast_softmax_rows(hidden_ND.device) or _softmax_rows
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, bias_V, labels_N, (smoothing, z_loss, chunk), wanted, softmax_rows)

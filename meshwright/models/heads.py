@@ -71,5 +71,11 @@ class LanguageHead(nn.Module):
         if self.transform is not None and self.transform_norm is not None:
             x_BND = self.transform_norm(self.activation(self.transform(x_BND)))
         if labels is None:
-            return nn.functional.linear(x_BND, self.weight, self.bias)
+            return self.logits(x_BND)
+        return self.loss(x_BND, labels, smoothing, z_loss)
+
+    def logits(self, x_BND: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x_BND, self.weight, self.bias)
+
+    def loss(self, x_BND: torch.Tensor, labels: torch.Tensor, smoothing: float, z_loss: float) -> LossParts:
         return linear_loss(x_BND, self.weight, self.bias, labels, smoothing, z_loss)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError, Finding
+from meshwright.spec.box import Box
 from meshwright.spec.model_table import logical_name
 from meshwright.spec.parameters import Rule, Table
+from meshwright.spec.placement import Placement
 
-__all__ = ["CONSTRUCTOR", "fill", "initialize", "materialise"]
+__all__ = ["CONSTRUCTOR", "fill", "initialize", "materialise", "values_of"]
 
 CONSTRUCTOR = "constructor"
 """`Rule.init` of a parameter whose values are those that its module's own constructor gives it."""
@@ -137,8 +139,14 @@ def materialise(model: nn.Module, device: torch.device | str, dtype: torch.dtype
 
 
 def _tie(model: nn.Module, table: Table) -> None:
-    """Make the other name of every tie the canonical parameter again (`to_empty` and sharding may have parted them)."""
+    """Make the other name of every tie the canonical parameter again (`to_empty` and sharding may have parted them).
+
+    A part of a model may hold one side of a tie only.
+    """
+    held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for canonical, other in table.ties:
+        if canonical not in held or other not in held:
+            continue
         owner, _, leaf = other.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter(canonical))
 
@@ -156,10 +164,18 @@ def _copy_constructed(model: nn.Module, remake: Callable[[], nn.Module], seed: i
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, seed: int, device: torch.device | str, dtype: torch.dtype | None = None) -> None:
+def initialize(
+    model: nn.Module,
+    seed: int,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    placements: Mapping[str, Placement] | None = None,
+) -> None:
     """Fill a model of `build`, in place, with the values of (seed, logical name); parameters land on `device`.
 
-    dtype: of floating parameters and buffers; default: as built. Values are drawn in fp32 and then cast.
+    dtype: of floating parameters and buffers; default: as built. Values are drawn in fp32 and then cast. placements: which
+    block of which logical parameter a parameter of this model is, by its name here; it gets the values of that block, and
+    no others are drawn than those of its rows. One that is absent is whole, under its own name.
     Raises ConfigError for a module on meta that `build` did not make and that brings no table.
     """
     table = getattr(model, "table", None)
@@ -178,17 +194,29 @@ def initialize(model: nn.Module, seed: int, device: torch.device | str, dtype: t
     if remake is not None:
         _copy_constructed(model, remake, seed)
     for name, parameter in model.named_parameters():
-        rule = table.rule(name)
+        placement = (placements or {}).get(name) or Placement.whole(name, parameter.shape)
+        rule = table.rule(placement.name)
         if rule.init != CONSTRUCTOR:
-            _fill_parameter(parameter, rule, name, seed)
+            _fill_block(parameter, rule, placement, seed)
 
 
-def _fill_parameter(parameter: nn.Parameter, rule: Rule, name: str, seed: int) -> None:
-    if parameter.dim() == 0:
-        parameter.copy_(fill(rule, name, (1,), None, seed)[0])
+def values_of(table: Table, placement: Placement, seed: int) -> torch.Tensor:
+    """What `initialize` gives to a parameter of that placement: float32 [*placement.box.shape] on the CPU."""
+    values = torch.empty(placement.box.shape)
+    _fill_block(values, table.rule(placement.name), placement, seed)
+    return values
+
+
+def _fill_block(tensor: torch.Tensor, rule: Rule, placement: Placement, seed: int) -> None:
+    """Draws the rows of the block, some at a time, and keeps of each what lies in the block."""
+    name, shape, box = placement.name, placement.shape, placement.box
+    if not shape:
+        tensor.copy_(fill(rule, name, (1,), None, seed)[0])
         return
-    shape = tuple(parameter.shape)
+    inner = box.inside(Box.whole(shape))[1:]
     unit = _BLOCK_ROWS if rule.fused is None else rule.fused.group_rows
     rows = max(1, _CHUNK_VALUES // max(1, math.prod(shape[1:])) // unit) * unit
-    for start in range(0, shape[0], rows):
-        parameter[start : start + rows].copy_(fill(rule, name, shape, slice(start, start + rows), seed))
+    for start in range(0, box.shape[0], rows):
+        stop = min(start + rows, box.shape[0])
+        drawn = fill(rule, name, shape, slice(box.offset[0] + start, box.offset[0] + stop), seed)
+        tensor[start:stop].copy_(drawn[(slice(None), *inner)])

@@ -66,7 +66,7 @@ class Trunk(nn.Module):
         if self.position_embedding is not None:
             if positions_BS is None:
                 positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)[None]
-            x_BSD = x_BSD + self.split(self.position_embedding(positions_BS + self.config.position_offset))
+            x_BSD = x_BSD + self.position_embedding(self.split(positions_BS) + self.config.position_offset)
         if self.type_embedding is not None:
             x_BSD = x_BSD + self.type_embedding(torch.zeros_like(tokens_BS[:1, :1]))
         if self.embedding_norm is not None:

@@ -51,7 +51,7 @@ def parallelize(
     and hooks them, and whatever replaced a parameter after that would be trained by nobody.
     """
     _check(plan.layout, mesh)
-    axes = Axes.of(mesh, sharded=plan.layout.zero > 0)
+    axes = Axes.of(mesh, plan.layout.zero)
     compile_blocks(model, plan.compile)
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table}
     parameters, gradients = _data_parallel(model, plan, mesh, axes, dtype=working_dtype(plan.precision), **options)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,13 +13,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.mesh import DATA_AXES, AxisGroups
-from meshwright.distributed.piece import Piece, flat_pieces
+from meshwright.distributed.piece import Piece
 from meshwright.parallel.compile import compile_errors
+from meshwright.parallel.consistency import Copy, first_difference
 from meshwright.parallel.flat import FlatParameters, Run
-from meshwright.parallel.norm import agree_any, agree_first, clip_coefficient, differing, digest, reduce_sum
+from meshwright.parallel.norm import agree_any, agree_least, clip_coefficient, reduce_sum
 from meshwright.parallel.precision import LossScaler
 from meshwright.parallel.replicate import Gradients
+from meshwright.parallel.runner import Forward, Runner, SerialRunner, Taken, Waiting
 from meshwright.parallel.update import FlatOptimizer
+from meshwright.spec.placement import Placement
 
 __all__ = ["Axes", "Engine", "StepInfo"]
 
@@ -29,27 +32,43 @@ class Axes:
     """Process groups by what their ranks share; axes of size 1 are left out.
 
     data: ranks that see different samples. distinct: one group an axis whose ranks hold different elements of the same
-    gradient. every: one group an axis; reduced over in turn, they reach the whole world.
+    gradient. model: those of them whose ranks hold different parts of the model, by name: pp and tp. every: one group an
+    axis; reduced over in turn, they reach the whole world. apart: one group an axis of `data` whose ranks hold different
+    pieces of the working weights.
     """
 
     data: dist.ProcessGroup | None = None
     distinct: tuple[dist.ProcessGroup, ...] = ()
     every: tuple[dist.ProcessGroup, ...] = ()
+    model: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    apart: tuple[dist.ProcessGroup, ...] = ()
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None, sharded: bool = False) -> Axes:
-        """sharded: ranks along dp_shard hold different ranges of the reduced gradient."""
+    def of(cls, mesh: DeviceMesh | None, zero: int = 0) -> Axes:
+        """zero: from 1 on, ranks along dp_shard hold different ranges of the reduced gradient; with 3, of the weights."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh.size(names.index(name)) > 1}
         wide = [name for name in DATA_AXES if name in groups]
         data = AxisGroups(mesh).over(*wide) if mesh is not None and wide else None
-        distinct = (groups["dp_shard"],) if sharded else ()
-        return cls(data=data, distinct=distinct, every=tuple(groups.values()))
+        model = {str(name): groups[name] for name in ("pp", "tp") if name in groups}
+        shards = (groups["dp_shard"],) if zero else ()
+        return cls(
+            data=data,
+            distinct=(*shards, *model.values()),
+            every=tuple(groups.values()),
+            model=model,
+            apart=shards if zero == 3 else (),
+        )
 
     @property
     def alike(self) -> tuple[dist.ProcessGroup, ...]:
-        """One group an axis whose ranks hold the same elements."""
+        """One group an axis whose ranks hold the same pieces of the optimizer state."""
         return tuple(group for group in self.every if group not in self.distinct)
+
+    @property
+    def copies(self) -> tuple[dist.ProcessGroup, ...]:
+        """One group an axis whose ranks hold the same working weights."""
+        return tuple(group for group in self.every if group not in self.model.values() and group not in self.apart)
 
 
 @dataclass(frozen=True)
@@ -71,9 +90,11 @@ class Engine:
     """Runs backward, reduction and update of one model. A step is
 
     engine.zero()
-    for each micro-batch: with engine.backward_scope(last=...): (loss * engine.loss_scale / targets).backward()
+    engine.run(count, forward, engine.loss_scale / targets, taken, wait)
     engine.finish(wait)
     info = engine.update(lr, clip)
+
+    runner: runs the micro-batches; None: one after another, each on the whole model.
     """
 
     def __init__(
@@ -85,12 +106,14 @@ class Engine:
         scaler: LossScaler | None,
         axes: Axes,
         compiled: str = "off",
+        runner: Runner | None = None,
     ):
         self.parameters = parameters
         self.gradients = gradients
         self.optimizer = optimizer
         self.scaler = scaler
         self.axes = axes
+        self.runner = runner or SerialRunner()
         self._compiled = compiled
         self._norm: torch.Tensor | None = None
         self._carried = self.loss_scale
@@ -115,9 +138,9 @@ class Engine:
 
     @property
     def micro_square_norms(self) -> list[torch.Tensor]:
-        """One 0-d square norm of a part of the gradient, loss scale removed: with several ranks of this rank's part, on
-        one rank, and under ZeRO-2, of the first micro-step (`gradients.noise_of_one_micro_step`). Empty without
-        `measure_noise` or without parts.
+        """One 0-d square norm of a part of the gradient, loss scale removed and summed over the parts of the model: with
+        several data ranks of this one's part, on one rank, and from ZeRO-2 on, of the first micro-step
+        (`gradients.noise_of_one_micro_step`). There after `finish`; empty without `measure_noise` or without parts.
 
         A part carries the step's division by the global number of targets: times targets / (targets of the part) it is
         the part's mean gradient.
@@ -132,15 +155,31 @@ class Engine:
         self._norm = None
         self._carried = self.loss_scale
 
+    def run(self, count: int, forward: Forward, factor: float, taken: Taken, wait: Waiting = nullcontext) -> None:
+        """Forward and backward of the step's micro-batches 0 .. count. Every rank calls it with the same count.
+
+        forward(model, i): the loss of micro-batch i as something with `loss_sum`, which is multiplied by `factor` before
+        backward. taken(i, parts): what forward gave, on ranks that get it, for detached use. Waiting for ranks of other
+        parts of the model is inside `wait()`.
+        """
+        self.runner.train(self, count, forward, factor, taken, wait)
+
+    def evaluate(self, count: int, forward: Forward, taken: Taken) -> None:
+        """Forward of `count` batches, with gradients switched off by the caller. Every rank calls it with the same count."""
+        self.runner.evaluate(self, count, forward, taken)
+
     @contextmanager
-    def backward_scope(self, last: bool) -> Iterator[None]:
-        """Around the one backward of a micro-step; `last` on the last of the step, when buckets are reduced."""
-        with self.gradients.scope(last), compile_errors(self._compiled):
+    def backward_scope(self, last: bool, chunk: int = 0, part: str = "whole") -> Iterator[None]:
+        """Around the one backward of a micro-batch (of a chunk, of a part: see `Gradients.scope`); `last` on the last of the
+        step, when buckets are reduced."""
+        with self.gradients.scope(last, chunk, part), compile_errors(self._compiled):
             yield
 
-    def finish(self, wait: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
+    def finish(self, wait: Waiting = nullcontext) -> None:
         """Waits for outstanding reductions; the waiting alone is inside `wait()`."""
         self.gradients.finish(wait)
+        for square in self.gradients.square_norms:
+            reduce_sum(square, self.axes.model.values())
 
     def grad_norm(self) -> torch.Tensor:
         """L2 norm over all logical elements of the gradient, loss scale removed: 0-d, at least fp32, the same bits on
@@ -155,16 +194,17 @@ class Engine:
 
         Every rank must call it, after `finish` and before `zero`; it waits for the device.
         """
-        place = {id(slot): number for number, slot in enumerate(self.parameters.slots)}
-        device = self.parameters.groups[0].device
-        bad = torch.full((), len(place), device=device)
+        slots, device = self.parameters.slots, self.parameters.groups[0].device
+        place = {id(slot): number for number, slot in enumerate(slots)}
+        bad = torch.full((), len(slots), device=device)
         for part in self.parameters.ranges:
             for run in part.runs():
                 finite = torch.isfinite(run.of(part.gradient)).all()
                 bad = torch.where(finite, bad, bad.clamp(max=place[id(run.slot)]))
         mine = int(bad)
-        first = agree_first(mine if mine < len(place) else None, self.axes.every, device)
-        return None if first is None else self.parameters.slots[first].name
+        named = [*self.parameters.place(slots[mine]), slots[mine].placement.name] if mine < len(slots) else None
+        first = agree_least(named, self.axes.every, device)
+        return None if first is None else str(first[-1])
 
     def update(self, lr: float, clip: float) -> StepInfo:
         """Norm, unscale, clip to norm `clip` (0: off) and the optimizer, in one pass over the flat buffers.
@@ -173,7 +213,9 @@ class Engine:
         and in fp16 moves the loss scale. Only fp16 waits for the device.
         """
         norm, used = self.grad_norm(), self._carried
-        skip = agree_any(~torch.isfinite(norm), self.axes.every)
+        # a copy that does not count is updated all the same
+        finite = torch.isfinite(norm) & torch.isfinite(self.gradients.square(counted=False))
+        skip = agree_any(~finite, self.axes.every)
         if self.scaler:
             overflow = bool(skip)
             exhausted = self.scaler.update(overflow)
@@ -197,17 +239,27 @@ class Engine:
             yield self.model
         self.optimizer.restart_averages()
 
+    def fill(self, values: Callable[[str, Placement], torch.Tensor]) -> None:
+        """New values for every parameter (see `FlatParameters.fill`), one at a time; averages start from them. Buffers are
+        left to the caller."""
+        self.parameters.fill(values)
+        self.optimizer.restart_averages()
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Which block of which logical tensor each parameter is, by every name that this rank's model has for it."""
+        return self.parameters.placements
+
     def parameters_state(self) -> list[Piece]:
         """Everything that a checkpoint keeps of this rank, as live views: masters (`model/`), moments
         (`optimizer/exp_avg/`, ...), averages (`ema/`), frozen weights and persistent buffers (`model/`)."""
-        pieces = [
-            piece
-            for _, name, run, buffer in self._held()
-            for piece in flat_pieces(name, run.of(buffer), run.slot.shape, run.first)
-        ]
+        pieces = [piece for _, kind, run, buffer in self._held() for piece in run.pieces(kind, buffer)]
         whole = [(name, parameter.detach()) for name, parameter in self.parameters.frozen.items()]
         whole += [(slot.name, slot.parameter.detach()) for slot in self.parameters.slots if not slot.size]
-        pieces += [Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim()) for name, tensor in whole]
+        for name, tensor in whole:
+            placement = self.placements[name]
+            inside = tensor[tuple(slice(0, size) for size in placement.box.shape)]  # beyond it there is padding
+            pieces.append(Piece(f"model/{placement.name}", inside, placement.shape, placement.box.offset))
         first = all(dist.get_rank(group) == 0 for group in self.axes.every)
         for name, tensor in self._buffers():  # statistics of a rank's own batches differ: one rank's are kept
             pieces.append(Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim(), owner=first))
@@ -216,20 +268,16 @@ class Engine:
     def gradient_state(self) -> list[Piece]:
         """This rank's part of the reduced gradient as live views named `gradient/...`, loss scale included and not clipped.
         There after `finish` until the next `zero`."""
-        runs = [(run, part.gradient) for part in self.parameters.ranges for run in part.runs() if run.size]
-        return [
-            piece
-            for run, buffer in runs
-            for piece in flat_pieces(f"gradient/{run.slot.name}", run.of(buffer), run.slot.shape, run.first)
-        ]
+        parts = self.parameters.ranges
+        return [piece for part in parts for run in part.runs() for piece in run.pieces("gradient", part.gradient)]
 
     def _held(self) -> Iterator[tuple[int, str, Run, torch.Tensor]]:
-        """(number of its kind, name, run, buffer of its range) of masters, moments and averages on this rank."""
+        """(number of its kind, kind, run, buffer of its range) of masters, moments and averages on this rank."""
         for number, (kind, buffers) in enumerate(self._kinds()):
             for part, buffer in zip(self.parameters.ranges, buffers, strict=True):
                 for run in part.runs():
                     if run.size:
-                        yield number, f"{kind}/{run.slot.name}", run, buffer
+                        yield number, kind, run, buffer
 
     def _kinds(self) -> list[tuple[str, list[torch.Tensor]]]:
         kinds = [("model", [part.master for part in self.parameters.ranges])]
@@ -256,24 +304,31 @@ class Engine:
         self.parameters.refresh()
 
     def sync_check(self) -> str | None:
-        """Name of the first weight, moment or average that is not bitwise the same on every replica, else None.
+        """Name of the first weight, moment or average that is not bitwise the same wherever it is held, else None: on data
+        ranks, and on ranks of other parts of the model that share it or hold it too.
 
         Every rank must call it. Weights by their plain name, others as in `parameters_state`.
         """
         self.parameters.settle()
-        whole = [(slot.name, slot.of(group.working)) for group, slot in self.parameters.each()]
-        whole += [(name, parameter.detach()) for name, parameter in self.parameters.frozen.items()]
-        row = differing(torch.stack([digest(tensor) for _, tensor in whole]), self.axes.every)
-        if row is not None:
-            return whole[row][0]
-        held, slots = list(self._held()), self.parameters.slots
-        digests = [digest(run.of(buffer)) for _, _, run, buffer in held]
-        row = differing(torch.stack(digests), self.axes.alike) if digests else None
-        # ranks that hold different ranges agree on one name by its place among all of them
-        place = {id(slot): number for number, slot in enumerate(slots)}
-        mine = None if row is None else held[row][0] * len(slots) + place[id(held[row][2].slot)]
-        first = agree_first(mine, self.axes.every, self.parameters.groups[0].device)
-        if first is None:
-            return None
-        kind, number = divmod(first, len(slots))
-        return f"{self._kinds()[kind][0]}/{slots[number].name}".removeprefix("model/")
+        working = [self._copy(0, "", Run(s, 0, 0, s.size), values) for s, values in self.parameters.working()]
+        working += [
+            Copy((0, 3, 0, 0), name, f"frozen {name} {self.placements[name].box}", parameter.detach(), shared=False)
+            for name, parameter in self.parameters.frozen.items()
+        ]
+        held = [self._copy(number + 1, kind, run, run.of(buffer)) for number, kind, run, buffer in self._held()]
+        return first_difference(
+            [(working, self.axes.copies), (held, self.axes.alike)],
+            [(group, name == "pp") for name, group in self.axes.model.items()],
+            self.axes.every,
+            self.parameters.groups[0].device,
+        )
+
+    def _copy(self, number: int, kind: str, run: Run, values: torch.Tensor) -> Copy:
+        placement = run.slot.placement
+        return Copy(
+            order=(number, *self.parameters.place(run.slot)),
+            label=f"{kind}/{placement.name}".removeprefix("model/").removeprefix("/"),
+            block=f"{kind}/{placement.name} {placement.box} {run.first}+{run.size}",
+            values=values,
+            shared=bool(placement.shared),
+        )

@@ -1,32 +1,61 @@
 """Trainable parameters as a few flat buffers, so that reduction, norm and update are a few large kernels.
 
-Parameters are grouped by (decayed or not, dtype). A group owns contiguous 1-D buffers that all share one element index:
+Parameters are grouped by what is done to them: decayed or not, with whom a gradient is shared, counted in the norm or not
+(`spec.placement.Placement`). A group owns contiguous 1-D buffers that all share one element index:
 
     working   what the model computes with; every parameter is a view into it
     master    what the optimizer updates: at least fp32, the very same buffer where the working dtype already is
     gradient  in the dtype of master, or of working where nothing is summed; allocated when first needed
 
-A parameter starts at a multiple of ALIGN_BYTES; the gaps hold zeros for ever, so that sums over a buffer are sums over
-parameters. Every buffer is a plain contiguous range, hence a rank that keeps only a share of the optimizer's work needs
-only another range, not another layout.
+A bucket, a run of neighbours in a group whose gradients are reduced together, never spans two chunks of a pipeline: each
+has its own last backward. A parameter starts at a multiple of ALIGN_BYTES; the gaps hold zeros for ever, so that sums over a
+buffer are sums over parameters. Every buffer is a plain contiguous range, hence a rank that keeps only a share of the
+optimizer's work needs only another range, not another layout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from meshwright.errors import Finding, LayoutError
+from meshwright.distributed.piece import Piece, flat_pieces
+from meshwright.parallel.modules import canonical, check_kinds, place_buffers, replace
+from meshwright.parallel.sharing import Sharing
+from meshwright.spec.box import Box
 from meshwright.spec.parameters import Table
+from meshwright.spec.placement import Placement
 
-__all__ = ["ALIGN_BYTES", "Bucket", "FlatParameters", "Group", "Range", "Run", "Slot", "decays", "master_dtype"]
+__all__ = [
+    "ALIGN_BYTES",
+    "Bucket",
+    "FlatParameters",
+    "Group",
+    "Range",
+    "Run",
+    "Slot",
+    "Unit",
+    "decays",
+    "local_pieces",
+    "master_dtype",
+    "unit_of",
+]
 
 ALIGN_BYTES = 128
+
+Unit = tuple[int, int]
+"""Chunk of the pipeline on this rank (-1: used by several), and block of `model.layers` (-1: outside of them)."""
+
+
+def unit_of(name: str) -> Unit:
+    """Chunk 0 and the block that the name of a parameter tells (`layers.3.mlp.up.weight`: 3)."""
+    block = re.match(r"layers\.(\d+)\.", name)
+    return 0, int(block[1]) if block else -1
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -40,6 +69,21 @@ def decays(name: str, no_decay: Iterable[str]) -> bool:
     return not any(word.lower() in lowered for word in no_decay)
 
 
+def local_pieces(kind: str, placement: Placement, shape: Sequence[int], flat: torch.Tensor, first: int) -> list[Piece]:
+    """The elements first .. first + n, in `flat` [n], of a rank's parameter of `shape`, as blocks of the logical tensor.
+
+    What the parameter holds beyond `placement.box` is padding, which no other layout would know: it is left out.
+    """
+    held, pieces = Box.whole(placement.box.shape), []
+    for piece in flat_pieces(kind, flat, shape, first):
+        inside = piece.box.meet(held)
+        if inside is not None:
+            offset = tuple(a + b for a, b in zip(inside.offset, placement.box.offset, strict=True))
+            values = piece.tensor[inside.inside(piece.box)]
+            pieces.append(Piece(f"{kind}/{placement.name}", values, placement.shape, offset))
+    return pieces
+
+
 @dataclass(eq=False)
 class Slot:
     """Where one parameter lives: elements [start, start + size) of its group; `index` is its place in the model."""
@@ -50,6 +94,8 @@ class Slot:
     shape: torch.Size
     start: int
     size: int
+    placement: Placement
+    unit: Unit
     touched: bool = False
     """Whether its range of the gradient buffer holds gradients of the current step."""
 
@@ -71,13 +117,22 @@ class Run:
         """These elements in a buffer of the range: 1-d."""
         return buffer[self.start : self.start + self.size]
 
+    def pieces(self, kind: str, buffer: torch.Tensor) -> list[Piece]:
+        """These elements in a buffer of the range, as blocks of the logical tensor named `kind`/its name."""
+        slot = self.slot
+        return local_pieces(kind, slot.placement, slot.shape, self.of(buffer), self.first) if self.size else []
+
 
 class Range(Protocol):
     """Elements that this rank updates: 1-d tensors of one size that share an element index. `mixed`: whether master and
-    working are two tensors."""
+    working are two tensors. shared, counted: as in `Placement`, of all that lies in it."""
 
     @property
     def decay(self) -> bool: ...
+    @property
+    def shared(self) -> str: ...
+    @property
+    def counted(self) -> bool: ...
     @property
     def mixed(self) -> bool: ...
     @property
@@ -95,23 +150,41 @@ class Range(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a group have in common."""
+
+    decay: bool
+    shared: str
+    counted: bool
+
+    @property
+    def order(self) -> tuple[bool, str, bool]:
+        return not self.decay, self.shared, not self.counted
+
+
 class Group:
-    """Parameters that share dtype and decay, and their buffers. A `Range` where a rank updates every parameter."""
+    """Parameters of one kind, and their buffers. A `Range` where a rank updates every parameter."""
 
     master: torch.Tensor
 
-    def __init__(self, slots: list[Slot], size: int, *, decay: bool, dtype: torch.dtype, device: torch.device):
+    def __init__(self, slots: list[Slot], edges: list[int], kind: Kind, *, dtype: torch.dtype, device: torch.device):
+        """edges: where the buckets begin and end."""
         self.slots = slots
-        self.size = size
-        self.decay = decay
+        self.size = edges[-1]
+        self.decay, self.shared, self.counted = kind.decay, kind.shared, kind.counted
         self.dtype = dtype
         self.device = device
-        self.working = torch.zeros(size, dtype=dtype, device=device)
+        self.working = torch.zeros(self.size, dtype=dtype, device=device)
         self._gradient: torch.Tensor | None = None
         self._allocate()
 
     def _allocate(self) -> None:
         self.master = self.buffer() if self.mixed else self.working
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """What the model computes with for one parameter."""
+        return slot.of(self.working)
 
     def fill(self, slot: Slot, values: torch.Tensor) -> None:
         """Takes the values of one parameter, of any dtype."""
@@ -158,6 +231,10 @@ class Bucket:
     def gradient(self) -> torch.Tensor:
         return self.group.gradient[self.start : self.stop]
 
+    @property
+    def chunk(self) -> int:
+        return self.slots[0].unit[0]
+
 
 class FlatParameters:
     """All parameters of a model: the trainable ones moved into groups, the frozen ones cast in place.
@@ -165,7 +242,8 @@ class FlatParameters:
     model: on the device, or on meta; then buffers and frozen parameters come up uninitialised and trainable ones zero,
     to be filled inside `Engine.masters()`. A parameter that the model holds under several names is kept once, under the
     canonical name of the table, else under the first one. ways: every bucket of `bucket_bytes` (see `buckets`) can be cut
-    into as many equal aligned pieces. Raises LayoutError where nothing can be trained.
+    into as many equal aligned pieces. sharing: which blocks of logical tensors they are, and who else holds them. unit: of a
+    parameter's name in this model. Raises LayoutError where nothing can be trained.
     """
 
     def __init__(
@@ -176,56 +254,75 @@ class FlatParameters:
         device: torch.device,
         no_decay: Iterable[str],
         table: Table | None,
+        sharing: Sharing | None = None,
+        unit: Callable[[str], Unit] = unit_of,
         ways: int = 1,
         bucket_bytes: int = 0,
     ):
         self.model = model
+        self.sharing = sharing or Sharing()
         self._ways, self._bucket_bytes = ways, bucket_bytes
-        every = _canonical(model, table)
-        _check_kinds(every)
+        every = canonical(model, table)
+        check_kinds(every)
         words = tuple(no_decay)
         self.frozen: dict[str, nn.Parameter] = {}
-        plans: dict[bool, list[tuple[str, int, nn.Parameter]]] = {}
+        self.placements = self._placements(every)
+        plans: dict[Kind, list[Slot]] = {}
         for index, (name, parameter) in enumerate(every.items()):
-            if parameter.requires_grad:
-                plans.setdefault(decays(name, words), []).append((name, index, parameter))
-            else:
+            if not parameter.requires_grad:
                 self.frozen[name] = parameter
-        self.groups = [self._group(plans[decay], decay, dtype, device) for decay in sorted(plans, reverse=True)]
+                continue
+            placement = self.placements[name]
+            slot = Slot(name, index, parameter, parameter.shape, 0, parameter.numel(), placement, unit(name))
+            kind = Kind(decays(placement.name, words), placement.shared, placement.counted)
+            plans.setdefault(kind, []).append(slot)
+        self.groups = [self._group(plans[kind], kind, dtype, device) for kind in sorted(plans, key=lambda kind: kind.order)]
         self.slots = sorted((slot for group in self.groups for slot in group.slots), key=lambda slot: slot.index)
         for name, parameter in self.frozen.items():
-            kind = dtype if parameter.dtype.is_floating_point else parameter.dtype
+            wanted = dtype if parameter.dtype.is_floating_point else parameter.dtype
             if parameter.is_meta:
-                self.frozen[name] = _replace(model, parameter, torch.empty(parameter.shape, dtype=kind, device=device))
+                self.frozen[name] = replace(model, parameter, torch.empty(parameter.shape, dtype=wanted, device=device))
             else:
-                parameter.data = parameter.detach().to(device, kind)
-        _place_buffers(model, dtype, device)
+                parameter.data = parameter.detach().to(device, wanted)
+        place_buffers(model, dtype, device)
 
-    def _group(
-        self, members: list[tuple[str, int, nn.Parameter]], decay: bool, dtype: torch.dtype, device: torch.device
-    ) -> Group:
+    def _placements(self, every: dict[str, nn.Parameter]) -> dict[str, Placement]:
+        """Of every name that the model has for a parameter. A tie may be known to `sharing` by any of its names."""
+        names: dict[int, list[str]] = {id(parameter): [name] for name, parameter in every.items()}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names[id(parameter)].append(name)
+        found = {}
+        for name, parameter in every.items():
+            known = next((other for other in names[id(parameter)] if other in self.sharing.placements), name)
+            placement = self.sharing.of(known, tuple(parameter.shape))
+            found.update(dict.fromkeys(names[id(parameter)], placement))
+        return found
+
+    def _group(self, slots: list[Slot], kind: Kind, dtype: torch.dtype, device: torch.device) -> Group:
         align = ALIGN_BYTES // dtype.itemsize
-        slots = [Slot(name, index, parameter, parameter.shape, 0, parameter.numel()) for name, index, parameter in members]
         end, edges = 0, [0]
-        for run in _cut(slots, align, self._bucket_bytes // master_dtype(dtype).itemsize):
+        for run in self._cut(slots, align, self._bucket_bytes // master_dtype(dtype).itemsize):
             for slot in run:
                 slot.start = end
                 end += _aligned(slot.size, align)
             end = _aligned(end, align * self._ways) if self._ways > 1 else end
             edges.append(end)
-        group = self._new_group(slots, edges, decay, dtype, device)
+        group = self._new_group(slots, edges, kind, dtype=dtype, device=device)
         for slot in slots:
             if slot.parameter.is_meta:
-                slot.parameter = _replace(self.model, slot.parameter, slot.of(group.working))
+                slot.parameter = replace(self.model, slot.parameter, group.view(slot))
                 continue
             group.fill(slot, slot.parameter.detach())
-            slot.parameter.data = slot.of(group.working)  # frees the tensor it came with before the next one is copied
+            slot.parameter.data = group.view(slot)  # frees the tensor it came with before the next one is copied
             slot.parameter.grad = None
         return group
 
-    def _new_group(self, slots: list[Slot], edges: list[int], decay: bool, dtype: torch.dtype, device: torch.device) -> Group:
-        """edges: where the buckets of `bucket_bytes` begin and end."""
-        return Group(slots, edges[-1], decay=decay, dtype=dtype, device=device)
+    def _new_group(self, *args: Any, **options: Any) -> Group:
+        return Group(*args, **options)
+
+    def _cut(self, slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
+        """Buckets of at most `limit` elements (or one larger parameter), within a chunk."""
+        return _cut(slots, align, limit, lambda slot: slot.unit[0])
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -250,7 +347,7 @@ class FlatParameters:
         out: list[Bucket] = []
         for group in self.groups:
             align = ALIGN_BYTES // group.dtype.itemsize
-            runs = _cut(group.slots, align, size_bytes // master_dtype(group.dtype).itemsize)
+            runs = self._cut(group.slots, align, size_bytes // master_dtype(group.dtype).itemsize)
             stops = [run[0].start for run in runs[1:]] + [group.size]
             out += [Bucket(group, run[::-1], run[0].start, stop) for run, stop in zip(runs, stops, strict=True)]
         return sorted(out, key=lambda bucket: bucket.slots[-1].index, reverse=True)
@@ -259,6 +356,28 @@ class FlatParameters:
         """Trainable parameters in the order of the model."""
         home = {id(slot): group for group in self.groups for slot in group.slots}
         return ((home[id(slot)], slot) for slot in self.slots)
+
+    def working(self) -> Iterator[tuple[Slot, torch.Tensor]]:
+        """Trainable weights that lie whole on this rank."""
+        return ((slot, group.view(slot)) for group, slot in self.each())
+
+    def place(self, slot: Slot) -> tuple[int, int, int]:
+        """Sorts parameters of all ranks in the order of the whole model: before, in and after its blocks."""
+        first = min((other.index for other in self.slots if other.unit[1] >= 0), default=len(self.slots))
+        block = slot.unit[1]
+        return (1, block, slot.index) if block >= 0 else (0 if slot.index < first else 2, 0, slot.index)
+
+    def fill(self, values: Callable[[str, Placement], torch.Tensor]) -> None:
+        """New values for every parameter, one after another, so that no rank ever holds two whole ones beside its own share.
+
+        values: (name in this model, placement) to what this rank's parameter holds, of its shape (or of the placement's box,
+        where the parameter is padded beyond it with zeros), of any dtype and on any device.
+        """
+        for group, slot in self.each():
+            group.fill(slot, _padded(values(slot.name, slot.placement), slot.shape))
+        for name, parameter in self.frozen.items():
+            parameter.data.copy_(_padded(values(name, self.placements[name]), parameter.shape))
+        self.refresh()
 
     def refresh(self) -> None:
         """Working weights from the masters."""
@@ -277,7 +396,7 @@ class FlatParameters:
             yield
         finally:
             for group, slot in self.each():
-                slot.parameter.data = slot.of(group.working)
+                slot.parameter.data = group.view(slot)
         self.refresh()
 
 
@@ -285,14 +404,14 @@ def _aligned(size: int, align: int) -> int:
     return -(-size // align) * align
 
 
-def _cut(slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
-    """Runs of neighbours of at most `limit` elements (or one larger slot), filled from the last slot on: backward reaches it
-    first. Depends on the sizes alone, not on where the slots start."""
+def _cut(slots: Sequence[Slot], align: int, limit: float, apart: Callable[[Slot], object]) -> list[list[Slot]]:
+    """Runs of neighbours of at most `limit` elements (or one larger slot) that are not `apart`, filled from the last slot on:
+    backward reaches it first. Depends on the sizes alone, not on where the slots start."""
     runs: list[list[Slot]] = []
-    room = 0
+    room = 0.0
     for slot in reversed(slots):
         size = _aligned(slot.size, align)
-        if not runs or size > room:
+        if not runs or size > room or apart(slot) != apart(runs[-1][-1]):
             runs.append([])
             room = limit
         runs[-1].append(slot)
@@ -300,52 +419,9 @@ def _cut(slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
     return [run[::-1] for run in reversed(runs)]
 
 
-def _canonical(model: nn.Module, table: Table | None) -> dict[str, nn.Parameter]:
-    """Parameters once each in order of registration; ties under the table's canonical name. Raises LayoutError for a
-    tie of the table that the model does not have."""
-    every = dict(model.named_parameters(remove_duplicate=False))
-    renamed: dict[int, str] = {}
-    for canonical, other in table.ties if table else ():
-        if canonical not in every or other not in every:
-            continue
-        if every[canonical] is not every[other]:
-            raise LayoutError(
-                f"{other} is declared to be {canonical}, but the model holds two tensors; tie them before parallelize"
-            )
-        renamed[id(every[canonical])] = canonical
-    return {renamed.get(id(parameter), name): parameter for name, parameter in model.named_parameters()}
-
-
-def _check_kinds(parameters: dict[str, nn.Parameter]) -> None:
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    findings = [
-        Finding(name, f"is a trainable parameter of dtype {parameter.dtype}", "Keep its real and imaginary part as two")
-        for name, parameter in trained.items()
-        if not parameter.dtype.is_floating_point
-    ]
-    if not trained:
-        findings = [Finding("model", "has no trainable parameter", "Let some parameter require a gradient")]
-    if findings:
-        raise LayoutError(findings=findings)
-
-
-def _replace(model: nn.Module, old: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """A meta parameter cannot change device in place: put a new one wherever the model holds the old one."""
-    new = nn.Parameter(values.new_empty(0), requires_grad=old.requires_grad)
-    new.data = values  # a view made into a parameter shares its version with all others of the buffer: autograd would
-    # see a weight that arrives during forward as a change of those that were used before
-    for module in model.modules():
-        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            if parameter is old:
-                setattr(module, key, new)
-    return new
-
-
-def _place_buffers(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Buffers go to the device and are never cast down: position tables and statistics keep their precision."""
-    for module in model.modules():
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            kind = torch.promote_types(buffer.dtype, dtype) if buffer.dtype.is_floating_point else buffer.dtype
-            placed = torch.empty(buffer.shape, dtype=kind, device=device) if buffer.is_meta else buffer.to(device, kind)
-            if placed is not buffer:
-                setattr(module, key, placed)
+def _padded(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    if values.shape == shape:
+        return values
+    whole = values.new_zeros(shape)
+    whole[tuple(slice(0, size) for size in values.shape)] = values
+    return whole

@@ -7,13 +7,15 @@ every axis (flags, digests), so that every logical element counts once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshwright.distributed.reduce import gather_json
 from meshwright.parallel.flat import master_dtype
 
-__all__ = ["agree_any", "agree_first", "clip_coefficient", "differing", "digest", "reduce_sum", "square_norm"]
+__all__ = ["agree_any", "agree_least", "clip_coefficient", "differing", "digest", "reduce_sum", "square_norm"]
 
 CHUNK = 1 << 15
 """Elements summed in one run before the partial sums are: keeps fp32 rounding near 1e-7 for any size."""
@@ -60,14 +62,12 @@ def agree_any(flag: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.
     return number > 0
 
 
-def agree_first(index: int | None, groups: Iterable[dist.ProcessGroup], device: torch.device) -> int | None:
-    """Smallest index that any rank has; None when no rank has one."""
-    none = 2**31 - 1
-    number = torch.tensor(none if index is None else index, dtype=torch.int64, device=device)
+def agree_least(mine: list[Any] | None, groups: Iterable[dist.ProcessGroup], device: torch.device) -> list[Any] | None:
+    """Least of the JSON lists that the ranks bring; None when no rank has one. Ranks may hold different things: what is
+    agreed on is a value, not a place in a list of their own."""
     for group in groups:
-        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=group)
-    first = int(number)
-    return None if first == none else first
+        mine = min((other for other in gather_json(mine, group, device) if other is not None), default=None)
+    return mine
 
 
 DIGEST_BLOCK = 1 << 24

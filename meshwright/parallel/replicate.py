@@ -11,21 +11,53 @@ What moves a parameter, in bytes read and written, between autograd's own tensor
 and then the norm reads the buffer once (4 or 2) and the update once (4 or 2) beside master and two moments (r12 + w12) and
 the working copy (w2). A buffer is never cleared: the first micro-step overwrites it. Nothing is divided: the loss is already
 a sum over the global number of targets.
+
+A pipeline runs backward in pieces: `scope` is told whose (chunk) and which (part). A gradient that several ranks of a layer
+or two stages share is summed over them at the very end, after the data ranks: in one order everywhere, whatever the ranks
+did before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.flat import Bucket, FlatParameters, Group, Slot, master_dtype
 from meshwright.parallel.norm import square_norm
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "Lane"]
+
+
+@dataclass(eq=False)
+class Lane:
+    """The buckets of one chunk, in the order in which they are reduced, and how far the step has come with them.
+
+    missing: of each bucket, what the present scope still waits for. launched: buckets whose reduction was started. scopes:
+    backwards begun (a split one counts once). done: whether the last one was begun. delivered: parameters whose gradients
+    come in scopes for weights; `learnt` once such a scope has shown all of them.
+    """
+
+    chunk: int
+    buckets: list[Bucket] = field(default_factory=list)
+    missing: list[set[int]] = field(default_factory=list)
+    launched: int = 0
+    scopes: int = 0
+    done: bool = False
+    delivered: set[int] = field(default_factory=set)
+    learnt: bool = False
+
+
+@dataclass(frozen=True)
+class _Scope:
+    lane: Lane
+    last: bool
+    part: str
 
 
 class Gradients:
@@ -45,79 +77,141 @@ class Gradients:
         self.measure_noise = False
         """Ask, before the first micro-step, for `square_norms`."""
         self.square_norms: list[torch.Tensor] = []
-        """Square norms of this rank's own part of the gradient: of all its micro-steps where there are several ranks, of
-        the first of several micro-steps on one rank."""
-        self.buckets = parameters.buckets(bucket_bytes)
+        """Square norms of this rank's own part of the gradient, counted parameters only: of all its micro-steps where there
+        are several ranks, of the first of several micro-steps on one rank. Whole after `finish`."""
+        self._partial: list[tuple[Bucket, torch.Tensor]] = []
+        """Own parts of shared buckets: squared when they are summed over the ranks that share them."""
+        self._lanes: dict[int, Lane] = {}
+        for bucket in parameters.buckets(bucket_bytes):
+            self._lanes.setdefault(bucket.chunk, Lane(bucket.chunk)).buckets.append(bucket)
         self._bucket = self._numbers()
-        self._missing: list[set[int]] = []
-        self._launched = 0
+        self._home = {id(slot.parameter): (owner, slot) for owner, slot in parameters.each()}
         self._work: list[dist.Work] = []
-        self._scopes = 0
-        self._open = self._last = False
-        self._settled = False
+        self._scope: _Scope | None = None
+        self._begun = self._split = self._settled = False
         self._at_once = overlap
         """Whether a bucket is started as soon as it is full."""
         for owner, slot in parameters.each():
             slot.parameter.register_post_accumulate_grad_hook(self._hook(owner, slot))
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Chunk after chunk, each in the order in which its buckets are reduced."""
+        return [bucket for lane in self._sorted() for bucket in lane.buckets]
+
     @contextmanager
-    def scope(self, last: bool) -> Iterator[None]:
-        """Around the backward of one micro-step; `last` on the last one of the step."""
-        if self._open or self._last:
+    def scope(self, last: bool, chunk: int = 0, part: str = "whole") -> Iterator[None]:
+        """Around one backward of one micro-batch of one chunk; `last` on the chunk's last one of the step.
+
+        part: "whole"; or of a backward in two, "input", in which some gradients arrive, and later "weight", in which the
+        others come through `deliver`. Scopes "input" of other micro-batches may lie between the two.
+        Raises MeshwrightError for a scope inside another, and for one after the chunk's last.
+        """
+        lane = self._lanes.setdefault(chunk, Lane(chunk))
+        if self._scope is not None or lane.done:
             raise MeshwrightError("a backward scope inside another, or after the last one of the step: call zero() first")
-        self._open, self._last = True, last
-        self._scopes += 1
-        self._begin(last)
-        self._missing = [{id(slot) for slot in bucket.slots} for bucket in self.buckets]
+        self._scope = scope = _Scope(lane, last, part)
+        self._begin(scope)
         try:
             yield
         finally:
-            self._open = False
-        self._end(last)
+            self._scope = None
+        if part != "input":
+            self._end(scope)
+            lane.learnt |= part == "weight"
 
-    def _begin(self, last: bool) -> None:
-        if self._scopes == 1:
+    def deliver(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        """Adds a gradient that did not come through autograd, of the parameter's shape; inside a scope.
+
+        Raises MeshwrightError for a parameter that is not trained here.
+        """
+        if id(parameter) not in self._home:
+            raise MeshwrightError("a gradient was delivered for a parameter that is not trained on this rank")
+        group, slot = self._home[id(parameter)]
+        scope = self._within(slot)
+        self._add(group, slot, gradient)
+        if scope.part == "weight":
+            scope.lane.delivered.add(id(slot))
+        self._count(scope, slot)
+
+    def _begin(self, scope: _Scope) -> None:
+        lane, whole = scope.lane, scope.part == "whole"
+        self._split |= not whole
+        if not self._begun:
+            alone = self.group is None and scope.last and whole and len(self._lanes) == 1
             for group in self.parameters.groups:
-                group.use_gradient(group.dtype if last and self.group is None else master_dtype(group.dtype))
+                group.use_gradient(group.dtype if alone and not group.shared else master_dtype(group.dtype))
+            self._begun = True
+        if scope.part == "input":
+            return
+        lane.scopes += 1
+        lane.done = scope.last
+        lane.missing = [{id(slot) for slot in bucket.slots if whole or self._awaited(lane, slot)} for bucket in lane.buckets]
 
-    def _end(self, last: bool) -> None:
-        alone = self.group is None and self._scopes == 1 and not last
+    def _awaited(self, lane: Lane, slot: Slot) -> bool:
+        """Whether a scope for weights waits for it. Before one has shown what comes, for everything: until its end."""
+        return not lane.learnt or id(slot) in lane.delivered
+
+    def _end(self, scope: _Scope) -> None:
+        lane, last = scope.lane, scope.last
+        alone = self.group is None and lane.scopes == 1 and not last
         if last or (alone and self.measure_noise):
-            self._zero_untouched()
+            self._zero_untouched(lane)
         if alone and self.measure_noise:
-            self.square_norms = [self.square()]
+            self._measure(lane, len(lane.buckets))
         if last and self.overlap:
-            self._launch(len(self.buckets))
+            self._launch(lane, len(lane.buckets))
         elif last and self.group is not None:
-            self._measure(len(self.buckets))
+            self._measure(lane, len(lane.buckets))
 
     def finish(self, wait: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         """Waits until every bucket is reduced; only the waiting is inside `wait()`."""
-        if self.group is None:
-            return
         with wait():
-            self._launch(len(self.buckets))
+            for lane in self._sorted():
+                if lane.chunk < 0:
+                    self._finish_common(lane)
+                self._launch(lane, len(lane.buckets))
             self._complete()
-        if self.overlap and not self._settled:
+            self._share()
+        if self._measured_in_part:
+            self.square_norms = []
+        if self.group is not None and self.overlap and not self._settled:
             self._settle()
+
+    def _finish_common(self, lane: Lane) -> None:
+        """What several chunks use is whole only now."""
+        lane.done = True
+        self._zero_untouched(lane)
+        if self.group is not None and not self._at_once:
+            self._measure(lane, len(lane.buckets))
 
     def zero(self) -> None:
         """Forgets the gradients of the step."""
         for slot in self.parameters.slots:
             slot.parameter.grad = None
             slot.touched = False
-        self.square_norms = []
-        self._scopes = self._launched = 0
-        self._last = False
+        self.square_norms, self._partial = [], []
+        self._begun = self._split = False
+        for lane in self._lanes.values():
+            lane.scopes = lane.launched = 0
+            lane.done = False
 
-    def square(self) -> torch.Tensor:
-        """Sum of squares of all gradients held here, loss scale included: 0-d."""
-        return torch.stack([square_norm(part.gradient) for part in self.parameters.ranges]).sum()
+    def square(self, counted: bool = True) -> torch.Tensor:
+        """Sum of squares of the gradients held here that count (or of those that do not), loss scale included: 0-d."""
+        squares = [square_norm(part.gradient) for part in self.parameters.ranges if part.counted is counted]
+        group = self.parameters.groups[0]
+        none = torch.zeros((), dtype=master_dtype(group.dtype), device=group.device)
+        return torch.stack(squares).sum() if squares else none
 
     @property
     def noise_of_one_micro_step(self) -> bool:
-        """Whether `square_norms` are of one micro-step, not of all that this rank did."""
+        """Whether `square_norms` are of one micro-step, not of all that this rank did. Then there are none with a backward in
+        two, or with parameters of several chunks: their first micro-steps cannot be told apart."""
         return self.group is None
+
+    @property
+    def _measured_in_part(self) -> bool:
+        return self.noise_of_one_micro_step and (self._split or -1 in self._lanes)
 
     def _hook(self, group: Group, slot: Slot) -> Callable[[torch.Tensor], None]:
         def arrived(parameter: torch.Tensor) -> None:
@@ -125,11 +219,25 @@ class Gradients:
 
         return arrived
 
-    def _arrive(self, group: Group, slot: Slot, parameter: torch.Tensor) -> None:
-        if not self._open:
+    def _within(self, slot: Slot) -> _Scope:
+        """The present scope. Raises MeshwrightError where it is none of this parameter's."""
+        scope = self._scope
+        if scope is None:
             raise MeshwrightError(f"backward reached {slot.name} outside engine.backward_scope")
+        if slot.unit[0] not in (scope.lane.chunk, -1):
+            raise MeshwrightError(f"backward of chunk {scope.lane.chunk} reached {slot.name} of chunk {slot.unit[0]}")
+        return scope
+
+    def _arrive(self, group: Group, slot: Slot, parameter: torch.Tensor) -> None:
+        scope = self._within(slot)
         gradient = parameter.grad
         assert gradient is not None  # autograd has just set it
+        view = self._add(group, slot, gradient)
+        parameter.grad = view if self._in_place and view.dtype == parameter.dtype else None
+        self._count(scope, slot)
+
+    def _add(self, group: Group, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Adds to what came before in the step, if anything did. Returns the sum."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         view = self._view(group, slot)
@@ -138,10 +246,8 @@ class Gradients:
                 view.add_(gradient)
             else:
                 view.copy_(gradient)
-            parameter.grad = view if self._in_place and view.dtype == parameter.dtype else None
         slot.touched = True
-        if self._reducing:
-            self._count(slot)
+        return view
 
     def _view(self, group: Group, slot: Slot) -> torch.Tensor:
         """Where the gradient of a parameter is summed over micro-steps."""
@@ -151,44 +257,53 @@ class Gradients:
         """What is reduced for a bucket."""
         return bucket.gradient
 
-    def _count(self, slot: Slot) -> None:
-        missing = self._missing[self._bucket[id(slot)]]
-        if id(slot) not in missing:
+    def _count(self, scope: _Scope, slot: Slot) -> None:
+        lane = scope.lane
+        if not self._reduces(scope) or slot.unit[0] != lane.chunk:
+            return
+        number = self._bucket[id(slot)]
+        missing = lane.missing[number]
+        if id(slot) not in missing and (scope.part == "whole" or number < lane.launched):
             raise MeshwrightError(
                 f"{slot.name} got a second gradient in one micro-step: run one backward a scope, and recompute with "
                 "use_reentrant=False"
             )
-        missing.remove(id(slot))
-        if self._at_once:
-            ready = self._launched
-            while ready < len(self.buckets) and not self._missing[ready]:
+        missing.discard(id(slot))
+        if self._at_once and (scope.part == "whole" or lane.learnt):
+            ready = lane.launched
+            while ready < len(lane.buckets) and not lane.missing[ready]:
                 ready += 1
-            self._launch(ready)
+            self._launch(lane, ready)
 
-    def _zero_untouched(self) -> None:
-        for group, slot in self.parameters.each():
-            if not slot.touched:
-                self._view(group, slot).zero_()
-                slot.touched = True
+    def _zero_untouched(self, lane: Lane, stop: int | None = None) -> None:
+        """Zeros for what got no gradient, in the buckets before `stop` that are not yet on their way."""
+        for bucket in lane.buckets[lane.launched : stop]:
+            for slot in bucket.slots:
+                if not slot.touched:
+                    self._view(bucket.group, slot).zero_()
+                    slot.touched = True
 
-    def _launch(self, stop: int) -> None:
-        """Starts the reduction of the buckets before `stop` that have not been started."""
+    def _launch(self, lane: Lane, stop: int) -> None:
+        """Starts the reduction of the lane's buckets before `stop` that have not been started."""
         if self.group is None:
             return
+        self._zero_untouched(lane, stop)
         if self._at_once:
-            self._measure(stop)
-        for bucket in self.buckets[self._launched : stop]:
-            self._reduce(bucket)
-        self._launched = max(stop, self._launched)
+            self._measure(lane, stop)
+        for bucket in lane.buckets[lane.launched : stop]:
+            self._reduce(lane, bucket)
+        lane.launched = max(stop, lane.launched)
 
-    @property
-    def _reducing(self) -> bool:
-        """Whether the buckets of the present micro-step are reduced."""
-        return self._last
+    def _reduces(self, scope: _Scope) -> bool:
+        """Whether the buckets are reduced in this scope."""
+        return scope.last and scope.part != "input"
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         """Starts the reduction of one bucket."""
-        work = dist.all_reduce(bucket.gradient, group=self.group, async_op=True)
+        self._start(bucket.gradient, self.group)
+
+    def _start(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        work = dist.all_reduce(values, group=group, async_op=True)
         assert work is not None  # asynchronous, on a group that this rank is in
         self._work.append(work)
 
@@ -198,23 +313,57 @@ class Gradients:
             work.wait()
         self._work = []
 
+    def _share(self) -> None:
+        """Sums shared gradients over the ranks that share them: all at once, in an order that these ranks have in common
+        (they hold the same shared parameters in the same order, whatever else they hold)."""
+        groups = self.parameters.sharing.groups
+        for part in sorted(self.parameters.ranges, key=lambda part: part.shared):
+            if part.shared:
+                self._start(part.gradient, groups[part.shared])
+        partial = sorted(self._partial, key=lambda each: (each[0].group.shared, each[0].slots[-1].index))
+        for bucket, values in partial:
+            self._start(values, groups[bucket.group.shared])
+        self._complete()
+        for bucket, values in partial:
+            self._note_square(values if bucket.group.counted else values[:0])
+        self._partial = []
+
     def _settle(self) -> None:
         """After the first step: buckets that some rank did not complete, because the model leaves a parameter unused, go
         last, or the ones behind them would never leave before the end of backward. The ranks agree on the order; it
         changes no value."""
         device = self.parameters.groups[0].device
-        late = torch.tensor([bool(missing) for missing in self._missing], dtype=torch.int32, device=device)
-        dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.group)
-        order = sorted(range(len(self.buckets)), key=late.tolist().__getitem__)
-        self.buckets = [self.buckets[number] for number in order]
+        lanes = [lane for lane in self._sorted() if lane.chunk >= 0]
+        # what comes through autograd in a backward in two is never awaited
+        flags = [bool(missing & lane.delivered if lane.delivered else missing) for lane in lanes for missing in lane.missing]
+        if flags:
+            late = torch.tensor(flags, dtype=torch.int32, device=device)
+            dist.all_reduce(late, op=dist.ReduceOp.MAX, group=self.group)
+            flags = [bool(flag) for flag in late.tolist()]
+        for lane in lanes:
+            mine, flags = flags[: len(lane.missing)], flags[len(lane.missing) :]
+            if mine:
+                lane.buckets = [lane.buckets[number] for number in sorted(range(len(mine)), key=mine.__getitem__)]
         self._bucket = self._numbers()
         self._settled = True
 
-    def _numbers(self) -> dict[int, int]:
-        return {id(slot): number for number, bucket in enumerate(self.buckets) for slot in bucket.slots}
+    def _sorted(self) -> list[Lane]:
+        return [self._lanes[chunk] for chunk in sorted(self._lanes)]
 
-    def _measure(self, stop: int) -> None:
+    def _numbers(self) -> dict[int, int]:
+        """Place of a slot's bucket in its lane."""
+        lanes = self._lanes.values()
+        return {id(slot): number for lane in lanes for number, bucket in enumerate(lane.buckets) for slot in bucket.slots}
+
+    def _measure(self, lane: Lane, stop: int) -> None:
         """Adds the square norms of the buckets that `_launch(stop)` is about to reduce."""
-        for bucket in self.buckets[self._launched : stop] if self.measure_noise else ():
-            part = square_norm(self._source(bucket))
-            self.square_norms = [self.square_norms[0] + part] if self.square_norms else [part]
+        for bucket in lane.buckets[lane.launched : stop] if self.measure_noise else ():
+            source = self._source(bucket)
+            if bucket.group.shared:
+                self._partial.append((bucket, source.to(master_dtype(source.dtype), copy=True)))
+            else:
+                self._note_square(source if bucket.group.counted else source[:0])
+
+    def _note_square(self, values: torch.Tensor) -> None:
+        square = square_norm(values)
+        self.square_norms = [self.square_norms[0] + square] if self.square_norms else [square]

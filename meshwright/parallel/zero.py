@@ -30,8 +30,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.compat import all_gather_single, reduce_scatter_single
-from meshwright.parallel.flat import Bucket, FlatParameters, Group, Range, Run, Slot, master_dtype
-from meshwright.parallel.replicate import Gradients
+from meshwright.parallel.flat import Bucket, FlatParameters, Group, Kind, Range, Run, Slot, master_dtype
+from meshwright.parallel.replicate import Gradients, Lane
 
 __all__ = ["Part", "ShardedGradients", "ShardedParameters", "StreamedGradients"]
 
@@ -47,7 +47,7 @@ class Part:
         self.begin, self.end = begin, end
         self.size = (end - begin) // ways
         self.start = begin + rank * self.size
-        self.decay, self.mixed = group.decay, group.mixed
+        self.decay, self.shared, self.counted, self.mixed = group.decay, group.shared, group.counted, group.mixed
         self.working = self.piece(group.working)
         self.master = self.buffer() if self.mixed else self.working
         self._own: torch.Tensor | None = None
@@ -85,9 +85,9 @@ class Part:
 class ShardedGroup(Group):
     """A group whose masters exist in parts only."""
 
-    def __init__(self, slots: list[Slot], edges: list[int], rank: int, ways: int, **kind: Any):
+    def __init__(self, slots: list[Slot], edges: list[int], kind: Kind, *, rank: int, ways: int, **options: Any):
         self._share = (edges, rank, ways)
-        super().__init__(slots, edges[-1], **kind)
+        super().__init__(slots, edges, kind, **options)
 
     def _allocate(self) -> None:
         edges, rank, ways = self._share
@@ -178,7 +178,7 @@ class ShardedParameters(FlatParameters):
     def _users(self) -> tuple[list[Part], dict[nn.Module, list[Part]]]:
         """Parts with a weight that something outside of `model.layers` uses, and those of each block that have none."""
         layers = getattr(self.model, "layers", None)
-        blocks = list(layers) if isinstance(layers, nn.ModuleList) else []
+        blocks = [block for block in layers if block is not None] if isinstance(layers, nn.ModuleList) else []
         weights = {block: {id(parameter) for parameter in block.parameters()} for block in blocks}
         within = {module for block in blocks for module in block.modules()}
         elsewhere = (module for module in self.model.modules() if module not in within)
@@ -200,10 +200,8 @@ class ShardedParameters(FlatParameters):
             block.register_forward_pre_hook(lambda module, inputs, parts=parts: self._wait(parts))
         self.model.register_state_dict_pre_hook(lambda *_: self.settle())
 
-    def _new_group(
-        self, slots: list[Slot], edges: list[int], decay: bool, dtype: torch.dtype, device: torch.device
-    ) -> ShardedGroup:
-        return ShardedGroup(slots, edges, self.group.rank(), self.group.size(), decay=decay, dtype=dtype, device=device)
+    def _new_group(self, *args: Any, **options: Any) -> ShardedGroup:
+        return ShardedGroup(*args, rank=self.group.rank(), ways=self.group.size(), **options)
 
 
 class ShardedGradients(Gradients):
@@ -230,7 +228,7 @@ class ShardedGradients(Gradients):
     def _part(self, bucket: Bucket) -> Part:
         return self._parts[id(bucket.group), bucket.start]
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         part = self._part(bucket)
         self._started.append((self._scatter(part.gradient, bucket.gradient), part))
         if self.replicas is not None and len(self._started) > LAG:
@@ -249,9 +247,7 @@ class ShardedGradients(Gradients):
 
     def _sum_replicas(self, part: Part) -> None:
         if self.replicas is not None:
-            work = dist.all_reduce(part.gradient, group=self.replicas, async_op=True)
-            assert work is not None
-            self._work.append(work)
+            self._start(part.gradient, self.replicas)
 
     def _complete(self) -> None:
         while self._started:
@@ -283,32 +279,36 @@ class StreamedGradients(ShardedGradients):
         super().__init__(*args, **options)
         self._at_once = True
         self._staged: dict[Bucket, torch.Tensor] = {}
+        self._summed: set[Part] = set()
+        """Parts whose own buffer holds gradients of this step."""
         self._flying: list[_Flight] = []
 
     @property
     def noise_of_one_micro_step(self) -> bool:
         return True
 
-    @property
-    def _reducing(self) -> bool:
-        return True
+    def _reduces(self, scope: Any) -> bool:
+        return scope.part != "input"
 
     def finish(self, wait: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         super().finish(wait)
         if not self._settled:
             self._settle()
 
-    def _begin(self, last: bool) -> None:
-        self._launched = 0
-        for slot in self.parameters.slots:
-            slot.touched = False
+    def zero(self) -> None:
+        super().zero()
+        self._summed.clear()
 
-    def _end(self, last: bool) -> None:
-        self._zero_untouched()
-        self._launch(len(self.buckets))
+    def _begin(self, scope: Any) -> None:
+        super()._begin(scope)
+        if scope.part != "input":
+            scope.lane.launched = 0
+
+    def _end(self, scope: Any) -> None:
+        self._launch(scope.lane, len(scope.lane.buckets))
 
     def _view(self, group: Group, slot: Slot) -> torch.Tensor:
-        bucket = self.buckets[self._bucket[id(slot)]]
+        bucket = self._lanes[slot.unit[0]].buckets[self._bucket[id(slot)]]
         if bucket not in self._staged:
             self._staged[bucket] = self._stage(bucket)
         start = slot.start - bucket.start
@@ -329,17 +329,20 @@ class StreamedGradients(ShardedGradients):
     def _source(self, bucket: Bucket) -> torch.Tensor:
         return self._staged[bucket]
 
-    def _measure(self, stop: int) -> None:
-        if self._scopes == 1:
-            super()._measure(stop)
+    def _measure(self, lane: Lane, stop: int) -> None:
+        if lane.scopes == 1:
+            super()._measure(lane, stop)
 
-    def _reduce(self, bucket: Bucket) -> None:
+    def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         part, buffer = self._part(bucket), self._staged.pop(bucket)
+        for slot in bucket.slots:
+            slot.touched = False
         piece = None
-        if self._scopes > 1:  # the sum of the micro-steps before is in the part's own buffer
+        if part in self._summed:  # the sum of the micro-steps before is in the part's own buffer
             piece = buffer[self.shards.rank() * part.size :][: part.size]
         work = self._scatter(part.own_gradient() if piece is None else piece, buffer)
-        self._flying.append(_Flight(work, part, buffer, piece, self._last))
+        self._summed.add(part)
+        self._flying.append(_Flight(work, part, buffer, piece, lane.done))
         while len(self._flying) > (LAG if self.overlap else 0):
             self._land()
 

@@ -31,23 +31,28 @@ def model_table(config: ModelConfig, task: str) -> Table:
     rows = math.gcd(config.ffn, 16)
     gated = config.activation == "swiglu"
     up = Fused((Part("gate", rows), Part("up", rows)), groups=config.ffn // rows) if gated else None
-    tp0, tp1, vocab = ((0, "tp"),), ((1, "tp"),), ((0, "vocab"),)
+    vocab = ((0, "vocab"),)
     rules = (
         Rule("embedding.weight", std=std, axes=vocab),
-        Rule("*_embedding.weight", std=std),
-        Rule("layers.*.attention.qkv.weight", std=std, fused=qkv, axes=tp0),
-        Rule("layers.*.attention.qkv.bias", init="zeros", fused=qkv, axes=tp0),
-        Rule("layers.*.attention.out.weight", std=out_std, axes=tp1),
-        Rule("layers.*.mlp.up.weight", std=std, fused=up, axes=tp0),
-        Rule("layers.*.mlp.up.bias", init="zeros", fused=up, axes=tp0),
-        Rule("layers.*.mlp.down.weight", std=out_std, axes=tp1),
+        Rule("*_embedding.weight", std=std, partial="positions"),
+        Rule("layers.*.attention.qkv.weight", std=std, fused=qkv, axes=((0, "heads"),)),
+        Rule("layers.*.attention.qkv.bias", init="zeros", fused=qkv, axes=((0, "heads"),)),
+        Rule("layers.*.attention.out.weight", std=out_std, axes=((1, "heads"),)),
+        Rule("layers.*.attention.[qk]_norm.weight", init="ones", partial="heads"),
+        Rule("layers.*.mlp.up.weight", std=std, fused=up, axes=((0, "ffn"),)),
+        Rule("layers.*.mlp.up.bias", init="zeros", fused=up, axes=((0, "ffn"),)),
+        Rule("layers.*.mlp.down.weight", std=out_std, axes=((1, "ffn"),)),
         Rule("head.weight", std=std, axes=vocab),
         Rule("head.bias", init="zeros", axes=vocab),
-        Rule("*norm.weight", init="ones"),
-        Rule("*.bias", init="zeros"),
         Rule("head.transform.weight", std=std),
+        Rule("head.transform_norm.weight", init="ones"),
+        Rule("head.*.bias", init="zeros"),
         Rule("pooler.weight", std=std),
+        Rule("pooler.bias", init="zeros"),
         Rule("classifier.weight", std=std),
+        Rule("classifier.bias", init="zeros"),
+        Rule("*norm.weight", init="ones", partial="positions"),
+        Rule("*.bias", init="zeros", partial="positions"),
     )
     tied = config.tied and task != "classify"
     return Table(rules, ties=(("embedding.weight", "head.weight"),) if tied else ())

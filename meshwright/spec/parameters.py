@@ -50,7 +50,10 @@ class Rule:
     """How one family of parameters is filled and split.
 
     pattern: `fnmatch` over the parameter's name. init: "normal" (std), "ones", "zeros".
-    axes: tensor dimension -> mesh axis that may split it ("tp" or "vocab"); empty means replicated.
+    axes: (tensor dimension, what it runs over) of the dimension that tensor parallelism splits: "heads", "ffn" or "vocab";
+    empty: every rank holds all of it.
+    partial: where a parameter is held whole, over what its gradient is a sum whose terms may lie on several ranks: "heads",
+    "positions" (spread by sequence parallelism), or empty where every rank computes all of it.
     """
 
     pattern: str
@@ -58,6 +61,7 @@ class Rule:
     std: float = 0.02
     fused: Fused | None = None
     axes: tuple[tuple[int, str], ...] = ()
+    partial: str = ""
 
 
 @dataclass(frozen=True)

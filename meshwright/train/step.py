@@ -7,11 +7,13 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.data.batch import Batch
 from meshwright.data.loader import StepData
 from meshwright.distributed.reduce import sum_scalars
 from meshwright.kernels.dropout import position_keys
+from meshwright.models.heads import LossParts
 from meshwright.train.context import Context
 from meshwright.train.figures import pairs_of
 from meshwright.train.result import Agreed, StepResult
@@ -46,14 +48,16 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
     engine.zero()
     # [loss sum, square norm of this part's mean gradient]; fp64, so that sums over ranks do not round
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
-    for i, micro in enumerate(data.micro):
-        with clock.span("compute"):
-            batch = micro.to(run.device)
-            parts = run.objective.loss(engine.model, batch, _dropout_key(run, batch))
-            sums[0] += (parts.loss_sum - parts.z_sum).detach()
-            with engine.backward_scope(last=i == len(data.micro) - 1):
-                (parts.loss_sum * (engine.loss_scale / max(1, agreed.targets))).backward()
+
+    def forward(model: nn.Module, i: int) -> LossParts:
+        batch = data.micro[i].to(run.device)
+        return run.objective.loss(model, batch, _dropout_key(run, batch))
+
+    def taken(i: int, parts: LossParts) -> None:
+        sums[0] += (parts.loss_sum - parts.z_sum).detach()
+
     with clock.span("compute"):
+        engine.run(len(data.micro), forward, engine.loss_scale / max(1, agreed.targets), taken, clock.waiting)
         engine.finish(clock.waiting)
         sums[1] = _part_square(run, data, agreed)
         if run.engine.axes.data is not None:

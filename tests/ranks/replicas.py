@@ -278,12 +278,12 @@ def _mutated(job: Job):
             tensor.div_(job.world)
         return original_reduce(tensor, *args, **kwargs)
 
-    def tie_twice(self: replicate.Gradients) -> torch.Tensor:
+    def tie_twice(self: replicate.Gradients, counted: bool = True) -> torch.Tensor:
         tied = next((group, slot) for group, slot in self.parameters.each() if slot.name == "embedding.weight")
         return original_total(self) + original_square(tied[1].of(tied[0].gradient))
 
-    def one_bucket_late(self: replicate.Gradients, stop: int) -> None:
-        original_launch(self, min(stop, len(self.buckets) - 1))
+    def one_bucket_late(self: replicate.Gradients, lane: replicate.Lane, stop: int) -> None:
+        original_launch(self, lane, min(stop, len(lane.buckets) - 1))
 
     original_total, original_launch = replicate.Gradients.square, replicate.Gradients._launch
     faults = {
@@ -293,7 +293,7 @@ def _mutated(job: Job):
         "last bucket forgotten": lambda: mock.patch.object(replicate.Gradients, "_launch", one_bucket_late),
         "tie counted twice": lambda: mock.patch.object(replicate.Gradients, "square", tie_twice),
         "micro-steps overwrite": lambda: mock.patch.object(replicate.Gradients, "_arrive", _overwriting),
-        "stale gradients": lambda: mock.patch.object(replicate.Gradients, "_zero_untouched", lambda self: None),
+        "stale gradients": lambda: mock.patch.object(replicate.Gradients, "_zero_untouched", lambda *_: None),
     }
     with faults[job.mutation]():
         yield
@@ -309,6 +309,6 @@ _arrive = replicate.Gradients._arrive
 
 def _overwriting(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
     slot.touched = False
-    if parameter.grad is not None and self._scopes > 1:
+    if parameter.grad is not None and self._lanes[0].scopes > 1:
         parameter.grad = parameter.grad * 0.5  # away from the flat view, so that it is copied over it
     _arrive(self, group, slot, parameter)

@@ -116,7 +116,7 @@ def launches_during_backward(overlap: bool) -> tuple[list[int], int]:
     engine = build(Job(world=2, overlap=overlap))
     seen: list[int] = []
     for slot in engine.parameters.slots:
-        slot.parameter.register_post_accumulate_grad_hook(lambda _: seen.append(engine.gradients._launched))
+        slot.parameter.register_post_accumulate_grad_hook(lambda _: seen.append(engine.gradients._lanes[0].launched))
     for _ in range(2):  # after the first step the bucket with the unused weight goes last
         seen.clear()
         engine.zero()

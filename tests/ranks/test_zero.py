@@ -75,10 +75,11 @@ STREAMED = ("unused not zeroed",)
 """Faults of ZeRO-2 alone."""
 
 
-def _stale(self: zero.StreamedGradients) -> None:
-    for group, slot in self.parameters.each():
-        if not slot.touched:
-            self._view(group, slot).fill_(1e-3)
+def _stale(self: zero.StreamedGradients, lane: Any, stop: int | None = None) -> None:
+    for bucket in lane.buckets[lane.launched : stop]:
+        for slot in bucket.slots:
+            if not slot.touched:
+                self._view(bucket.group, slot).fill_(1e-3)
 
 
 # ---- parity --------------------------------------------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_inside_a_compiled_function() -> None:
 
 @pytest.mark.parametrize("rows, vocab, expected", [(10, 100, 10), (0, 100, 1), (100_000, 8192, 1024), (3, 10**9, 1)])
 def test_default_chunk(rows: int, vocab: int, expected: int) -> None:
-    assert cross_entropy._chunk_rows(rows, vocab, torch.empty(0)) == expected
+    assert cross_entropy.chunk_rows(rows, vocab, torch.empty(0)) == expected
 
 
 @pytest.mark.gpu

@@ -14,8 +14,11 @@ from meshwright.config.recipes import recipe
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.models import build, fill, initialize, registry
+from meshwright.models.initialize import values_of
+from meshwright.spec.box import Box
 from meshwright.spec.model_table import logical_name
 from meshwright.spec.parameters import Fused, Part, Rule, Table
+from meshwright.spec.placement import Placement
 
 QKV = Fused((Part("q", 12), Part("k", 4), Part("v", 4)), groups=5)
 RULES = [
@@ -125,6 +128,36 @@ def test_every_parameter_has_a_rule_that_fits(name, task):
         if rule.fused is not None:
             assert rule.fused.groups * rule.fused.group_rows == parameter.shape[0]
         assert all(dim < parameter.dim() for dim, _ in rule.axes)
+
+
+@pytest.mark.parametrize("chunk", [2**24, 4096])
+@pytest.mark.parametrize("name", ["up.weight", "down.weight", "up.bias", "out.weight"])
+def test_a_block_has_the_values_of_its_place(monkeypatch, name, chunk):
+    # Red with: the column offset dropped, rows counted from the start of the block, std of another rule.
+    monkeypatch.setitem(fill.__globals__, "_CHUNK_VALUES", chunk)
+    config = ModelConfig(**{**recipe("debug"), "vocab": 100, "mlp_bias": True})
+    model = build(config, "lm")
+    initialize(model, 7, "cpu")
+    logical = f"layers.1.{'attention' if name.startswith('out') else 'mlp'}.{name}"
+    whole = model.get_parameter(logical).detach()
+    for offset in (0, 37):
+        box = Box((offset, 5)[: whole.dim()], tuple(n - offset - 5 for n in whole.shape))
+        got = values_of(model.table, Placement(logical, tuple(whole.shape), box), 7)
+        assert got.dtype == torch.float32 and torch.equal(got, whole[box.inside(Box.whole(whole.shape))])
+
+
+def test_a_part_of_a_model_is_filled_by_its_placements():
+    config = ModelConfig(**{**recipe("debug"), "vocab": 100})
+    whole, part = build(config, "lm"), build(config, "lm")
+    initialize(whole, 7, "cpu")
+    assert whole.head.weight is whole.embedding.weight
+    part.embedding = None  # the last stage of a pipeline: no embedding, half of the rows of a head that is tied elsewhere
+    part.layers[0] = None
+    part.head.weight = nn.Parameter(torch.empty(50, 64, device="meta"))
+    place = Placement("embedding.weight", (100, 64), Box((50, 0), (50, 64)))
+    initialize(part, 7, "cpu", torch.float64, placements={"head.weight": place})
+    assert torch.equal(part.head.weight, whole.embedding.weight[50:].double())
+    assert torch.equal(part.layers[1].mlp.up.weight, whole.layers[1].mlp.up.weight.double())
 
 
 class Users(nn.Module):

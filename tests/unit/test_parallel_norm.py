@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.parallel import norm
-from meshwright.parallel.norm import CHUNK, agree_first, clip_coefficient, differing, digest, square_norm
+from meshwright.parallel.norm import CHUNK, agree_least, clip_coefficient, differing, digest, square_norm
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
@@ -78,5 +78,5 @@ def test_digest_positions_go_on_over_its_blocks(monkeypatch):
 
 def test_without_groups_nothing_differs_and_the_own_index_is_the_first():
     assert differing(torch.arange(6).view(3, 2), []) is None
-    assert agree_first(3, [], torch.device("cpu")) == 3
-    assert agree_first(None, [], torch.device("cpu")) is None
+    assert agree_least([3, "a"], [], torch.device("cpu")) == [3, "a"]
+    assert agree_least(None, [], torch.device("cpu")) is None

@@ -33,7 +33,7 @@ def compile_blocks(model: nn.Module, how: str, backend: str | Callable[..., Any]
     if not isinstance(blocks, nn.ModuleList):
         raise LayoutError(findings=[_finding(f"{how!r} compiles the modules of model.layers, which this model does not have")])
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, VARIANTS)
-    for block in blocks:
+    for block in (block for block in blocks if block is not None):  # other stages of a pipeline have the rest
         compiled = torch.compile(block.forward, backend=backend or _BACKENDS[how], fullgraph=True, dynamic=False)
         block.forward = _named(compiled, how)
 

@@ -1,0 +1,105 @@
+"""One-way links between neighbouring pipeline ranks, and the messages that are under way on them.
+
+A link is a process group of two. Each way has its own: where a group keeps its messages in one queue, as NCCL does, a receive
+that was posted early would hold up a send of the other way, and two ranks could wait for each other for ever. On a link both
+ends post in one order (`spec.pipeline.with_messages`), so nothing is looked up by tag and nothing but tensors is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from meshwright.distributed import device as devices
+from meshwright.spec.pipeline import Action
+
+__all__ = ["Links", "Mail", "pairs_of"]
+
+Waiting = Callable[[], AbstractContextManager[object]]
+
+
+def pairs_of(mesh: DeviceMesh, first: int, second: int) -> dist.ProcessGroup | None:
+    """The group of the ranks at these two places of the pipeline, one for every place along the other axes; None on a rank that
+    is in none of them. Collective over the world."""
+    rows = mesh.mesh[[first, second]].reshape(2, -1).T.tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows)
+    return group
+
+
+class Links:
+    """The links of this rank. Collective over the world; mesh: `pp` is its outermost axis.
+
+    pairs: (from, to) of all links of the pipeline, in one order everywhere.
+    """
+
+    def __init__(self, mesh: DeviceMesh, pairs: Iterable[tuple[int, int]]):
+        self.rank: int = mesh.get_local_rank("pp")
+        self.device = devices.current(mesh.device_type)
+        self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
+        for source, target in pairs:
+            group = pairs_of(mesh, source, target)
+            if group is not None:
+                self._groups[source, target] = group
+        self._meet()
+
+    def _meet(self) -> None:
+        """The first message of a link makes its connection, and both ends wait for it: here, in one order everywhere."""
+        token = torch.zeros(1, device=self.device)
+        for source, target in self._groups:
+            work = self.send(token, target) if source == self.rank else self.receive(token, source)
+            work.wait()
+
+    def send(self, tensor: torch.Tensor, target: int) -> dist.Work:
+        """target: place in the pipeline. The tensor must stay as it is until the work is done."""
+        group = self._groups[self.rank, target]
+        work = dist.isend(tensor, group=group, group_dst=1 if self.rank < target else 0)
+        assert work is not None  # this rank is in the group
+        return work
+
+    def receive(self, tensor: torch.Tensor, source: int) -> dist.Work:
+        group = self._groups[source, self.rank]
+        work = dist.irecv(tensor, group=group, group_src=0 if source < self.rank else 1)
+        assert work is not None
+        return work
+
+
+class Mail:
+    """Messages of one step, by their actions. A tensor is kept while it is under way and no longer."""
+
+    def __init__(self, links: Links, wait: Waiting):
+        self._links = links
+        self._wait = wait
+        self._coming: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
+        self._going: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
+
+    def post(self, receive: Action, buffer: torch.Tensor, source: int) -> None:
+        """A receive into `buffer`."""
+        self._coming[receive] = (self._links.receive(buffer, source), buffer)
+
+    def take(self, receive: Action) -> torch.Tensor:
+        """What was posted, once it is here."""
+        work, buffer = self._coming.pop(receive)
+        with self._wait():
+            work.wait()
+        return buffer
+
+    def send(self, message: Action, tensor: torch.Tensor, target: int) -> None:
+        for sent in [sent for sent, (work, _) in self._going.items() if work.is_completed()]:
+            del self._going[sent]
+        self._going[message] = (self._links.send(tensor, target), tensor)
+
+    def arrived(self, message: Action) -> None:
+        """Something came back for it, so it is no longer under way: not every backend says so by itself."""
+        if message in self._going:
+            self._going.pop(message)[0].wait()
+
+    def finish(self) -> None:
+        """Waits for everything that was sent."""
+        with self._wait():
+            for work, _ in self._going.values():
+                work.wait()
+        self._going.clear()

@@ -133,7 +133,7 @@ def opened(case: Case, plan: Plan, mesh: DeviceMesh | None, ranks: Ranks) -> Ite
     )
     if case.fill is None:
         with engine.masters() as shell:
-            initialize(shell, config.run.seed, device)
+            initialize(shell, config.run.seed, device, placements=engine.placements)
     place = 0 if mesh is None else data_rank(mesh)[0]
     loader = Loader(case.data, dp_rank=place, dp_world=plan.layout.dp, micro_batch=plan.micro_batch, tail=config.train.tail)
     stop = StopFlag()

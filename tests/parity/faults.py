@@ -11,7 +11,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import engine, norm, replicate, zero
+from meshwright.parallel import engine, links, norm, replicate, tensor, zero
+from meshwright.spec.pipeline import RECEIVE_GRADIENT
 from meshwright.verify import cases
 from tests.parity.cells import LAYOUTS, Cell
 
@@ -71,8 +72,8 @@ def _mean_over_ranks() -> Any:
 def _square_of_a_tie_twice() -> Any:
     real = replicate.Gradients.square
 
-    def doubled(self: replicate.Gradients) -> torch.Tensor:
-        total = real(self)
+    def doubled(self: replicate.Gradients, counted: bool = True) -> torch.Tensor:
+        total = real(self, counted)
         for part in self.parameters.ranges:
             for run in part.runs():
                 if run.slot.name == "embedding.weight":
@@ -85,6 +86,44 @@ def _square_of_a_tie_twice() -> Any:
 def _norm_of_one_shard() -> Any:
     """The norm forgets the axes whose ranks hold different elements."""
     return mock.patch.object(engine, "reduce_sum", lambda value, groups: value)
+
+
+def _every_copy_counts() -> Any:
+    """Parameters that tensor-parallel ranks hold alike are in the norm once a rank."""
+    real = replicate.Gradients.square
+    return mock.patch.object(replicate.Gradients, "square", lambda self, counted=True: real(self, counted=False))
+
+
+def _no_shared_sum() -> Any:
+    """Shares of a gradient stay with the ranks that made them."""
+    return mock.patch.object(replicate.Gradients, "_share", lambda self: None)
+
+
+def _shared_sum_twice() -> Any:
+    real = replicate.Gradients._share
+
+    def twice(self: replicate.Gradients) -> None:
+        real(self)
+        self._complete()
+        real(self)
+
+    return mock.patch.object(replicate.Gradients, "_share", twice)
+
+
+def _no_sum_behind_columns() -> Any:
+    """What the matrices split by columns gave is not summed over the tensor-parallel ranks."""
+    return mock.patch.object(tensor, "all_sum", lambda x, key: x.clone())
+
+
+def _no_gradient_message() -> Any:
+    """A stage takes zeros for the gradient of its first micro-batch."""
+    real = links.Mail.take
+
+    def lost(self: links.Mail, receive: Any) -> torch.Tensor:
+        taken = real(self, receive)
+        return torch.zeros_like(taken) if receive.kind == RECEIVE_GRADIENT and receive.micro == 0 else taken
+
+    return mock.patch.object(links.Mail, "take", lost)
 
 
 def _rows_of_another_rank() -> Any:
@@ -101,8 +140,8 @@ def _rows_of_another_rank() -> Any:
 def _late_bucket_forgotten() -> Any:
     real = replicate.Gradients._launch
 
-    def short(self: replicate.Gradients, stop: int) -> None:
-        real(self, min(stop, len(self.buckets) - 1))
+    def short(self: replicate.Gradients, lane: replicate.Lane, stop: int) -> None:
+        real(self, lane, min(stop, len(lane.buckets) - 1))
 
     return mock.patch.object(replicate.Gradients, "_launch", short)
 
@@ -111,8 +150,8 @@ def _micro_steps_overwrite() -> Any:
     real = replicate.Gradients._arrive
 
     def overwriting(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and self._scopes > 1:
-            parameter.grad = parameter.grad * 0.5
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 1.0  # no longer the flat buffer's own view, so that it is copied there
             slot.touched = False
         real(self, group, slot, parameter)
 
@@ -125,8 +164,9 @@ def _sized(cell: Cell, **sizes: bool) -> bool:
     return all((known[axis] > 1) == wide for axis, wide in sizes.items())
 
 
-def _stage(cell: Cell, *stages: int) -> bool:
-    return LAYOUTS[cell.layout].zero in stages
+def _tied_over_stages(cell: Cell) -> bool:
+    """Whether embedding and head are one matrix on two ranks; the V of zbv ends where it begins."""
+    return cell.model in ("tied", "mlm", "dropout") and cell.layout in ("pp", "data-pp") and cell.schedule != "zbv"
 
 
 FAULTS: dict[str, Fault] = {
@@ -137,7 +177,20 @@ FAULTS: dict[str, Fault] = {
     "a tie is counted twice": Fault(
         _square_of_a_tie_twice, lambda cell: cell.model in ("tied", "mlm", "dropout") and cell.layout in ("data", "zero1")
     ),
-    "the norm skips an axis": Fault(_norm_of_one_shard, lambda cell: _stage(cell, 1, 2)),
+    "the norm skips the shards": Fault(_norm_of_one_shard, lambda cell: cell.layout in ("zero1", "zero2")),
+    "the norm skips tensor-parallel ranks": Fault(_norm_of_one_shard, lambda cell: cell.layout in ("tp", "data-tp")),
+    "the norm skips stages": Fault(_norm_of_one_shard, lambda cell: cell.layout in ("pp", "data-pp")),
+    "every copy counts": Fault(_every_copy_counts, lambda cell: cell.layout in ("tp", "tp4", "data-tp")),
+    "partial gradients are not summed": Fault(
+        _no_shared_sum, lambda cell: cell.layout in ("tp", "data-tp") and cell.sequence_parallel
+    ),
+    "shares of a kv head are not summed": Fault(_no_shared_sum, lambda cell: cell.model == "mqa" and _sized(cell, tp=True)),
+    "a tie is not summed": Fault(_no_shared_sum, _tied_over_stages),
+    "a tie is summed twice": Fault(_shared_sum_twice, _tied_over_stages),
+    "a tensor-parallel sum is dropped": Fault(
+        _no_sum_behind_columns, lambda cell: cell.layout in ("tp", "tp4") and not cell.sequence_parallel
+    ),
+    "a stage's gradient message is dropped": Fault(_no_gradient_message, lambda cell: cell.layout in ("pp", "zero1-pp")),
     "a rank has wrong rows": Fault(_rows_of_another_rank, lambda cell: LAYOUTS[cell.layout].dp > 1),
     "the last bucket stays": Fault(_late_bucket_forgotten, lambda cell: cell.layout == "data"),
     "micro-steps overwrite": Fault(_micro_steps_overwrite, lambda cell: cell.layout == "data" and cell.accumulation > 1),

@@ -146,16 +146,16 @@ def _late_bucket_forgotten() -> Any:
     return mock.patch.object(replicate.Gradients, "_launch", short)
 
 
-def _micro_steps_overwrite() -> Any:
+def _later_micro_steps_weigh_less() -> Any:
     real = replicate.Gradients._arrive
 
-    def overwriting(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad * 1.0  # no longer the flat buffer's own view, so that it is copied there
-            slot.touched = False
+    def halved(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
+        late = self._lanes[0].scopes > 1
         real(self, group, slot, parameter)
+        if late:
+            self._view(group, slot).mul_(0.5)
 
-    return mock.patch.object(replicate.Gradients, "_arrive", overwriting)
+    return mock.patch.object(replicate.Gradients, "_arrive", halved)
 
 
 def _sized(cell: Cell, **sizes: bool) -> bool:
@@ -193,5 +193,5 @@ FAULTS: dict[str, Fault] = {
     "a stage's gradient message is dropped": Fault(_no_gradient_message, lambda cell: cell.layout in ("pp", "zero1-pp")),
     "a rank has wrong rows": Fault(_rows_of_another_rank, lambda cell: LAYOUTS[cell.layout].dp > 1),
     "the last bucket stays": Fault(_late_bucket_forgotten, lambda cell: cell.layout == "data"),
-    "micro-steps overwrite": Fault(_micro_steps_overwrite, lambda cell: cell.layout == "data" and cell.accumulation > 1),
+    "later micro-steps weigh less": Fault(_later_micro_steps_weigh_less, lambda cell: cell.layout == "data" and cell.accumulation > 1),
 }

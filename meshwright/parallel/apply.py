@@ -13,6 +13,7 @@ from meshwright.errors import Finding, LayoutError
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.gathered import GatheredGradients, GatheredParameters
 from meshwright.parallel.precision import LossScaler, working_dtype
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.update import FlatOptimizer
@@ -68,14 +69,18 @@ def parallelize(
 def _data_parallel(
     model: nn.Module, plan: Plan, mesh: DeviceMesh | None, axes: Axes, **options: Any
 ) -> tuple[FlatParameters, Gradients]:
-    """Replicated (zero 0), or with optimizer states (1) and gradients (2) sharded over dp_shard."""
+    """Replicated (zero 0), or with optimizer states (1), gradients (2) and weights (3) sharded over dp_shard."""
     buckets: dict[str, Any] = {"bucket_bytes": plan.bucket_mib * MIB, "overlap": plan.overlap}
     if not plan.layout.zero:
         replicated = FlatParameters(model, **options)
         return replicated, Gradients(replicated, axes.data, **buckets)
     assert mesh is not None and axes.data is not None  # checked: dp_shard is at least 2
-    sharded = ShardedParameters(model, mesh.get_group("dp_shard"), **buckets, **options)
+    shards = mesh.get_group("dp_shard")
     replicas = mesh.get_group("dp_replicate") if plan.layout.dp_replicate > 1 else None
+    if plan.layout.zero == 3:
+        gathered = GatheredParameters(model, shards, once=plan.gather == "once", **buckets, **options)
+        return gathered, GatheredGradients(gathered, axes.data, replicas, **buckets)
+    sharded = ShardedParameters(model, shards, **buckets, **options)
     kind = ShardedGradients if plan.layout.zero == 1 else StreamedGradients
     return sharded, kind(sharded, axes.data, replicas, **buckets)
 

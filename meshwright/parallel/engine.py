@@ -286,7 +286,7 @@ class Engine:
         return [*kinds, ("ema", self.optimizer.averages)] if self.optimizer.averages else kinds
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        kept = self.model.state_dict()
+        kept = self.model.state_dict(keep_vars=True)
         return ((name, buffer) for name, buffer in self.model.named_buffers() if name in kept)
 
     def extra_state(self) -> dict[str, Any]:
@@ -310,7 +310,7 @@ class Engine:
         Every rank must call it. Weights by their plain name, others as in `parameters_state`.
         """
         self.parameters.settle()
-        working = [self._copy(0, "", Run(s, 0, 0, s.size), values) for s, values in self.parameters.working()]
+        working = [self._copy(0, "", run, values) for run, values in self.parameters.working()]
         working += [
             Copy((0, 3, 0, 0), name, f"frozen {name} {self.placements[name].box}", parameter.detach(), shared=False)
             for name, parameter in self.parameters.frozen.items()

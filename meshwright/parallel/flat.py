@@ -166,6 +166,7 @@ class Kind:
 class Group:
     """Parameters of one kind, and their buffers. A `Range` where a rank updates every parameter."""
 
+    working: torch.Tensor
     master: torch.Tensor
 
     def __init__(self, slots: list[Slot], edges: list[int], kind: Kind, *, dtype: torch.dtype, device: torch.device):
@@ -175,11 +176,11 @@ class Group:
         self.decay, self.shared, self.counted = kind.decay, kind.shared, kind.counted
         self.dtype = dtype
         self.device = device
-        self.working = torch.zeros(self.size, dtype=dtype, device=device)
         self._gradient: torch.Tensor | None = None
         self._allocate()
 
     def _allocate(self) -> None:
+        self.working = torch.zeros(self.size, dtype=self.dtype, device=self.device)
         self.master = self.buffer() if self.mixed else self.working
 
     def view(self, slot: Slot) -> torch.Tensor:
@@ -357,9 +358,9 @@ class FlatParameters:
         home = {id(slot): group for group in self.groups for slot in group.slots}
         return ((home[id(slot)], slot) for slot in self.slots)
 
-    def working(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """Trainable weights that lie whole on this rank."""
-        return ((slot, group.view(slot)) for group, slot in self.each())
+    def working(self) -> Iterator[tuple[Run, torch.Tensor]]:
+        """What this rank always holds of the working weights."""
+        return ((Run(slot, 0, slot.start, slot.size), slot.of(group.working)) for group, slot in self.each())
 
     def place(self, slot: Slot) -> tuple[int, int, int]:
         """Sorts parameters of all ranks in the order of the whole model: before, in and after its blocks."""

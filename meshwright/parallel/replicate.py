@@ -138,15 +138,18 @@ class Gradients:
         lane, whole = scope.lane, scope.part == "whole"
         self._split |= not whole
         if not self._begun:
-            alone = self.group is None and scope.last and whole and len(self._lanes) == 1
-            for group in self.parameters.groups:
-                group.use_gradient(group.dtype if alone and not group.shared else master_dtype(group.dtype))
+            self._prepare(alone=self.group is None and scope.last and whole and len(self._lanes) == 1)
             self._begun = True
         if scope.part == "input":
             return
         lane.scopes += 1
         lane.done = scope.last
         lane.missing = [{id(slot) for slot in bucket.slots if whole or self._awaited(lane, slot)} for bucket in lane.buckets]
+
+    def _prepare(self, alone: bool) -> None:
+        """Before the first backward of the step. alone: it is the only one, and no other rank adds to it."""
+        for group in self.parameters.groups:
+            group.use_gradient(group.dtype if alone and not group.shared else master_dtype(group.dtype))
 
     def _awaited(self, lane: Lane, slot: Slot) -> bool:
         """Whether a scope for weights waits for it. Before one has shown what comes, for everything: until its end."""
@@ -264,10 +267,7 @@ class Gradients:
         number = self._bucket[id(slot)]
         missing = lane.missing[number]
         if id(slot) not in missing and (scope.part == "whole" or number < lane.launched):
-            raise MeshwrightError(
-                f"{slot.name} got a second gradient in one micro-step: run one backward a scope, and recompute with "
-                "use_reentrant=False"
-            )
+            raise _second_gradient(slot)
         missing.discard(id(slot))
         if self._at_once and (scope.part == "whole" or lane.learnt):
             ready = lane.launched
@@ -278,10 +278,13 @@ class Gradients:
     def _zero_untouched(self, lane: Lane, stop: int | None = None) -> None:
         """Zeros for what got no gradient, in the buckets before `stop` that are not yet on their way."""
         for bucket in lane.buckets[lane.launched : stop]:
-            for slot in bucket.slots:
-                if not slot.touched:
-                    self._view(bucket.group, slot).zero_()
-                    slot.touched = True
+            self._zero_rest(bucket)
+
+    def _zero_rest(self, bucket: Bucket) -> None:
+        for slot in bucket.slots:
+            if not slot.touched:
+                self._view(bucket.group, slot).zero_()
+                slot.touched = True
 
     def _launch(self, lane: Lane, stop: int) -> None:
         """Starts the reduction of the lane's buckets before `stop` that have not been started."""
@@ -358,12 +361,21 @@ class Gradients:
     def _measure(self, lane: Lane, stop: int) -> None:
         """Adds the square norms of the buckets that `_launch(stop)` is about to reduce."""
         for bucket in lane.buckets[lane.launched : stop] if self.measure_noise else ():
-            source = self._source(bucket)
-            if bucket.group.shared:
-                self._partial.append((bucket, source.to(master_dtype(source.dtype), copy=True)))
-            else:
-                self._note_square(source if bucket.group.counted else source[:0])
+            self._measure_one(bucket)
+
+    def _measure_one(self, bucket: Bucket) -> None:
+        source = self._source(bucket)
+        if bucket.group.shared:
+            self._partial.append((bucket, source.to(master_dtype(source.dtype), copy=True)))
+        else:
+            self._note_square(source if bucket.group.counted else source[:0])
 
     def _note_square(self, values: torch.Tensor) -> None:
         square = square_norm(values)
         self.square_norms = [self.square_norms[0] + square] if self.square_norms else [square]
+
+
+def _second_gradient(slot: Slot) -> MeshwrightError:
+    return MeshwrightError(
+        f"{slot.name} got a second gradient in one micro-step: run one backward a scope, and recompute with use_reentrant=False"
+    )

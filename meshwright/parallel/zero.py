@@ -48,9 +48,12 @@ class Part:
         self.size = (end - begin) // ways
         self.start = begin + rank * self.size
         self.decay, self.shared, self.counted, self.mixed = group.decay, group.shared, group.counted, group.mixed
-        self.working = self.piece(group.working)
+        self.working = self._keep()
         self.master = self.buffer() if self.mixed else self.working
         self._own: torch.Tensor | None = None
+
+    def _keep(self) -> torch.Tensor:
+        return self.piece(self.group.working)
 
     def piece(self, buffer: torch.Tensor) -> torch.Tensor:
         """Its elements in a buffer of the group."""
@@ -91,7 +94,8 @@ class ShardedGroup(Group):
 
     def _allocate(self) -> None:
         edges, rank, ways = self._share
-        self.parts = [Part(self, begin, end, rank, ways) for begin, end in itertools.pairwise(edges)]
+        self.working = torch.zeros(self.size, dtype=self.dtype, device=self.device)
+        self.parts: Sequence[Part] = [Part(self, begin, end, rank, ways) for begin, end in itertools.pairwise(edges)]
 
     def fill(self, slot: Slot, values: torch.Tensor) -> None:
         slot.of(self.working).copy_(values)
@@ -156,10 +160,11 @@ class ShardedParameters(FlatParameters):
             yield
         finally:
             for group, slot in self.each():
-                slot.parameter.data = slot.of(group.working)
+                slot.parameter.data = group.view(slot)
         for part in self.parts:
-            if part.mixed:
-                part.master.copy_(part.piece(whole[id(part.group)]))
+            values = part.piece(whole[id(part.group)])
+            if values.data_ptr() != part.master.data_ptr():
+                part.master.copy_(values)
         self.refresh()
 
     def _gather(self, group: ShardedGroup) -> torch.Tensor:
@@ -201,6 +206,7 @@ class ShardedParameters(FlatParameters):
         self.model.register_state_dict_pre_hook(lambda *_: self.settle())
 
     def _new_group(self, *args: Any, **options: Any) -> ShardedGroup:
+        """The working weights are whole on every rank."""
         return ShardedGroup(*args, rank=self.group.rank(), ways=self.group.size(), **options)
 
 
@@ -299,6 +305,9 @@ class StreamedGradients(ShardedGradients):
         super().zero()
         self._summed.clear()
 
+    def _prepare(self, alone: bool) -> None:
+        """Buckets are made when they are filled."""
+
     def _begin(self, scope: Any) -> None:
         super()._begin(scope)
         if scope.part != "input":
@@ -333,6 +342,10 @@ class StreamedGradients(ShardedGradients):
         if lane.scopes == 1:
             super()._measure(lane, stop)
 
+    @property
+    def _lag(self) -> int:
+        return LAG if self.overlap else 0
+
     def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         part, buffer = self._part(bucket), self._staged.pop(bucket)
         for slot in bucket.slots:
@@ -343,7 +356,7 @@ class StreamedGradients(ShardedGradients):
         work = self._scatter(part.own_gradient() if piece is None else piece, buffer)
         self._summed.add(part)
         self._flying.append(_Flight(work, part, buffer, piece, lane.done))
-        while len(self._flying) > (LAG if self.overlap else 0):
+        while len(self._flying) > self._lag:
             self._land()
 
     def _land(self) -> None:

@@ -26,10 +26,9 @@ REFUSALS = (
     Refusal("cp", lambda layout: layout.cp > 1, "context parallelism is not available", "Use cp: 1"),
     Refusal("tp", lambda layout: layout.tp > 1, "tensor parallelism is not available", "Use tp: 1"),
     Refusal("ep", lambda layout: layout.ep > 1, "expert parallelism is not available", "Use ep: 1"),
-    Refusal("zero", lambda layout: layout.zero == 3, "sharded parameters are not available", "Use zero: 2"),
     Refusal(
         "zero",
-        lambda layout: 0 < layout.zero < 3 and layout.dp_shard == 1,
+        lambda layout: layout.zero > 0 and layout.dp_shard == 1,
         "there is nothing to shard over with dp_shard: 1",
         "Use zero: 0, or dp_shard for the devices",
     ),
@@ -37,7 +36,7 @@ REFUSALS = (
         "dp_shard",
         lambda layout: layout.dp_shard > 1 and layout.zero == 0,
         "nothing is sharded with zero: 0",
-        "Use zero: 1 or 2, or dp_replicate for the devices",
+        "Use zero: 1, 2 or 3, or dp_replicate for the devices",
     ),
 )
 

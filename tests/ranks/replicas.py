@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.parallel import apply, norm, replicate
@@ -51,11 +53,12 @@ class Toy(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
+        self.checkpointed = False
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.frozen(self.embedding(tokens))
         for layer in [*self.layers, self.layers[0]]:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
         return self.head(self.norm(x))
 
 
@@ -94,6 +97,9 @@ class Job:
     lr: float = 0.01
     ema: float = 0.0
     compile: str = "off"
+    gather: str = "twice"
+    recompute: str = ""
+    """"inside": a block's forward is a checkpoint; "outside": the whole block is, hooks included."""
     bucket_bytes: int = 2000
     measure_noise: bool = False
     inf: tuple[int, int, str] | None = None
@@ -119,10 +125,23 @@ class Outcome:
 
 def build(job: Job, model: nn.Module | None = None) -> Engine:
     layout = job.layout or Layout(dp_replicate=job.world)
+    model = make_model() if model is None else model
+    if job.recompute == "inside":
+        for block in model.layers:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if isinstance(model, Toy):
+        model.checkpointed = job.recompute == "outside"
     with mock.patch.object(apply, "MIB", job.bucket_bytes):  # a MiB would hold it all
         return parallelize(
-            make_model() if model is None else model,
-            plan=Plan(layout=layout, precision=job.precision, overlap=job.overlap, compile=job.compile, bucket_mib=1),
+            model,
+            plan=Plan(
+                layout=layout,
+                precision=job.precision,
+                overlap=job.overlap,
+                compile=job.compile,
+                gather=job.gather,
+                bucket_mib=1,
+            ),
             mesh=layout_mesh(layout) if job.world > 1 else None,
             table=TIES,
             optimizer=job.optimizer,

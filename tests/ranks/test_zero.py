@@ -1,4 +1,4 @@
-"""ZeRO-1, ZeRO-2 and hybrid sharding compute what one process computes."""
+"""ZeRO-1, ZeRO-2, ZeRO-3 and hybrid sharding compute what one process computes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
-from meshwright.parallel import engine, zero
+from meshwright.parallel import engine, gathered, zero
 from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
 from tests.ranks.replicas import Job, Outcome, Toy, _copy, build, loss_sum, make_batch, make_model, one_step, oracle, train
 from tests.ranks.test_replicate import difference
 
 TOLERANCE = 1e-11
+STAGES = (1, 2, 3)
 SHAPES = {"2": {"dp_shard": 2}, "4": {"dp_shard": 4}, "2x2": {"dp_replicate": 2, "dp_shard": 2}}
 
 
@@ -66,20 +67,25 @@ FAULTS: dict[str, Any] = {
     "replicas not summed": lambda: mock.patch.object(zero.ShardedGradients, "_sum_replicas", lambda self, part: None),
     "gaps counted": _dirty_gaps,
     "weights not gathered": lambda: mock.patch.object(zero.ShardedParameters, "publish", lambda self, updated: None),
+    "weights of one shard": lambda: mock.patch.object(gathered, "all_gather_single", _own_copies),
     "norm of one axis": _norm_of_one_axis,
-    "unused not zeroed": lambda: mock.patch.object(zero.StreamedGradients, "_zero_untouched", _stale),
+    "unused not zeroed": lambda: mock.patch.object(zero.StreamedGradients, "_zero_rest", _stale),
 }
 
 
-STREAMED = ("unused not zeroed",)
-"""Faults of ZeRO-2 alone."""
+OF_STAGES = {"unused not zeroed": (2, 3), "weights not gathered": (1, 2), "weights of one shard": (3,)}
+"""Faults that are not in every stage."""
 
 
-def _stale(self: zero.StreamedGradients, lane: Any, stop: int | None = None) -> None:
-    for bucket in lane.buckets[lane.launched : stop]:
-        for slot in bucket.slots:
-            if not slot.touched:
-                self._view(bucket.group, slot).fill_(1e-3)
+def _stale(self: zero.StreamedGradients, bucket: Any) -> None:
+    for slot in bucket.slots:
+        if not slot.touched:
+            self._view(bucket.group, slot).fill_(1e-3)
+
+
+def _own_copies(output: torch.Tensor, piece: torch.Tensor, **options: Any) -> Any:
+    output.copy_(piece.repeat(output.numel() // piece.numel()))
+    return Late(lambda: None)
 
 
 # ---- parity --------------------------------------------------------------------------------------------------------------
@@ -88,7 +94,7 @@ def _stale(self: zero.StreamedGradients, lane: Any, stop: int | None = None) -> 
 @pytest.mark.parametrize("clip", [0.1, 0.0])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_three_steps_equal_one_process_of_plain_torch(ranks, stage, shape, accumulation, clip):
     # Tied head, a block used twice, a frozen and an unused weight, uneven masks, empty micro-batches. Red with each of the
     # faults of `test_a_fault_is_seen`. Measured: 4e-15.
@@ -104,7 +110,7 @@ def test_three_steps_equal_one_process_of_plain_torch(ranks, stage, shape, accum
 
 @pytest.mark.parametrize(
     ("fault", "stage"),
-    [(fault, stage) for fault in FAULTS if fault for stage in (1, 2) if stage == 2 or fault not in STREAMED],
+    [(fault, stage) for fault in FAULTS if fault for stage in OF_STAGES.get(fault, STAGES)],
 )
 def test_a_fault_is_seen(ranks, fault, stage):
     job = job_of("2x2", stage, accumulation=2)
@@ -112,7 +118,7 @@ def test_a_fault_is_seen(ranks, fault, stage):
     assert worst > 1e6 * TOLERANCE
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_sgd_in_fp32_is_within_1e_5_of_each_tensors_largest_element(ranks, stage):
     # Red with "norm of one axis" and "replicas not summed".
     job = job_of("2x2", stage, precision="fp32", accumulation=2, optimizer=OptimizerConfig(kind="sgd", momentum=0.9))
@@ -125,7 +131,7 @@ def test_sgd_in_fp32_is_within_1e_5_of_each_tensors_largest_element(ranks, stage
             assert float((ours[name] - expected).abs().max()) <= 1e-5 * float(expected.abs().max()), name
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_two_shards_compute_bit_for_bit_what_two_replicas_do(ranks, stage, precision):
     # Masters, moments and averages. Two addends have one sum, whatever the algorithm; clipping would reorder the norm.
@@ -138,7 +144,7 @@ def test_two_shards_compute_bit_for_bit_what_two_replicas_do(ranks, stage, preci
         assert all(torch.equal(outcome.state[name], value) for name, value in plain.state.items())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("culprit", range(4))
 def test_an_overflow_on_any_one_rank_makes_all_skip(ranks, stage, culprit):
     # Red when the parameter is named by the rank that holds it alone.
@@ -173,7 +179,7 @@ def test_the_flag_itself_is_agreed_on(ranks, culprit):
     assert ranks(4).run(diverging_flag, job_of("2x2", 2, precision="fp16"), culprit) == [(True, True)] * 4
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_overlap_changes_no_bit(ranks, stage, precision):
     job = job_of("2x2", stage, accumulation=2, precision=precision, ema=0.5)
@@ -183,7 +189,7 @@ def test_overlap_changes_no_bit(ranks, stage, precision):
         assert all(torch.equal(b.state[name], value) for name, value in a.state.items())
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_compiled_blocks_compute_the_same_bits(ranks, stage):
     # The hooks that wait for a block's weights lie outside of what is compiled.
     job = job_of("2", stage, accumulation=2, precision="fp32", steps=2)
@@ -214,12 +220,14 @@ def late(collective: Any) -> Any:
 
 def train_late(job: Job, fault: str) -> Outcome:
     with contextlib.ExitStack() as stack:
-        for name in ("all_gather_single", "reduce_scatter_single"):
-            stack.enter_context(mock.patch.object(zero, name, late(getattr(zero, name))))
+        for module, name in ((zero, "all_gather_single"), (zero, "reduce_scatter_single"), (gathered, "all_gather_single")):
+            stack.enter_context(mock.patch.object(module, name, late(getattr(module, name))))
         if fault == "blocks do not wait":
             stack.enter_context(mock.patch.object(zero.ShardedParameters, "_hook_forward", lambda self: None))
         if fault == "the rest does not wait":
             stack.enter_context(mock.patch.object(zero.ShardedParameters, "settle_shared", lambda self: None))
+        if fault == "nobody waits":
+            stack.enter_context(mock.patch.object(gathered.GatheredPart, "wait", lambda self: None))
         return train_without_looking(job)
 
 
@@ -244,7 +252,7 @@ def from_meta(job: Job) -> Engine:
     return made
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_collective_may_take_until_it_is_waited_for(ranks, stage):
     # Small buckets, so that blocks have weights that nobody else waits for. Red too when the parameters of a meta model are
     # views to autograd: weights that arrive in forward then count as changed after their use.
@@ -253,5 +261,5 @@ def test_a_collective_may_take_until_it_is_waited_for(ranks, stage):
     for outcome in ranks(4).run(train_late, job, ""):
         assert outcome.losses == expected.losses
         assert all(torch.equal(outcome.state[name], value) for name, value in expected.state.items())
-    for fault in ("blocks do not wait", "the rest does not wait"):
+    for fault in ("blocks do not wait", "the rest does not wait") if stage < 3 else ("nobody waits",):
         assert ranks(4).run(train_late, job, fault)[0].losses != expected.losses, fault

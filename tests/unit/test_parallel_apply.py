@@ -28,7 +28,6 @@ def apply(layout: Layout, mesh=None):
     [
         (Layout(tp=2), ["layout.tp: 2", "tensor parallelism is not available"]),
         (Layout(pp=4, cp=2), ["layout.pp: 4", "layout.cp: 2"]),
-        (Layout(dp_shard=2, zero=3), ["layout.zero: 3, but sharded parameters are not available"]),
         (Layout(zero=1), ["layout.zero: 1, but there is nothing to shard over"]),
         (Layout(dp_shard=2), ["layout.dp_shard: 2, but nothing is sharded with zero: 0"]),
         (Layout(dp_shard=2, zero=1), ["is for 2 ranks", "the mesh has 1"]),

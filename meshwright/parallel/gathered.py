@@ -1,0 +1,345 @@
+"""ZeRO-3 (arXiv:1910.02054): of weights too a rank keeps only its pieces; a block's are gathered around its use.
+
+A unit is a block of `model.layers`, or all that is used outside of them. Every unit has buckets of its own, of which rank r
+keeps piece r: working weights, master, moments, average and gradient. The whole weights of a bucket lie in a storage that
+has memory only between gathering and release; parameters stay views of it, so that what autograd saved sees the weights
+again that were gathered for backward.
+
+    forward     the rest is gathered before the model runs; a block's before it runs, and the next block's meanwhile; they
+                are released when it has run ("twice": gathered again for backward) or after its last backward ("once")
+    backward    when the gradient of a block's output is there its weights are gathered, and the previous block's meanwhile;
+                the block behind it is finished then: its weights are released, its gradients reduced as in ZeRO-2
+    the rest    is kept until backward ends, and gathered for each micro-step; embedding and head may be one tensor
+
+With P trainable parameters, E of them outside of blocks, B in the largest block, N = dp_shard, w and g as in `zero` and M
+micro-steps a rank holds (w + g) P / N, at most w (E + 2 B) of whole weights and gradients of about two blocks, and it
+receives w (N-1)/N (2 P - E - L) M of weights, L of them in the last block, which is kept for backward ("once": w (N-1)/N P,
+as ZeRO-1), and sends g (N-1)/N P M of gradients.
+
+All ranks gather and reduce in one order, which follows from where the model's forward goes, not from the gradients that
+arrive: a weight that is unused on one rank alone changes nothing. The blocks that a forward visits are remembered, to know
+the next one ahead. Frozen parameters are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshwright.compat import all_gather_single
+from meshwright.parallel.flat import Bucket, Range, Run, Slot, _cut
+from meshwright.parallel.replicate import Lane, _second_gradient
+from meshwright.parallel.zero import Part, ShardedGroup, ShardedParameters, StreamedGradients
+
+__all__ = ["GatheredGradients", "GatheredParameters"]
+
+
+class GatheredPart(Part):
+    """This rank's piece of a bucket; `whole_weights` has memory from `gather` to `release` only."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        slots = [slot for slot in self.group.slots if self.begin <= slot.start < self.end and slot.size]
+        self.chunk = next((slot.unit[0] for slot in slots), 0)
+        self.whole_weights = torch.empty(self.end - self.begin, dtype=self.group.dtype, device=self.group.device)
+        self._bytes = self.whole_weights.untyped_storage().nbytes()
+        self.views = {id(s): self.whole_weights[s.start - self.begin :][: s.size].view(s.shape) for s in slots}
+        self._work: dist.Work | None = None
+        self.there = True
+        """Whether the weights are there or on their way."""
+        self.release()
+
+    def _keep(self) -> torch.Tensor:
+        return torch.zeros(self.size, dtype=self.group.dtype, device=self.group.device)
+
+    def gather(self, group: dist.ProcessGroup) -> None:
+        """Starts gathering, unless the weights are there or on their way."""
+        if self.there or not self.size:
+            return
+        self.whole_weights.untyped_storage().resize_(self._bytes)
+        self._work = all_gather_single(self.whole_weights, self.working, group=group, async_op=True)
+        self.there = True
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def release(self) -> None:
+        if self.there:
+            self.wait()
+            self.whole_weights.untyped_storage().resize_(0)
+            self.there = False
+
+
+class GatheredGroup(ShardedGroup):
+    """A group whose working weights exist in parts too."""
+
+    parts: Sequence[GatheredPart]
+
+    def _allocate(self) -> None:
+        edges, rank, ways = self._share
+        self.parts = [GatheredPart(self, begin, end, rank, ways) for begin, end in itertools.pairwise(edges)]
+        self._views = {number: view for part in self.parts for number, view in part.views.items()}
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """A view of the bucket's storage, which need not have memory."""
+        return self._views[id(slot)] if slot.size else torch.empty(slot.shape, dtype=self.dtype, device=self.device)
+
+    def fill(self, slot: Slot, values: torch.Tensor) -> None:
+        flat = values.reshape(-1)
+        for part in self.parts:
+            run = part.run_of(slot)
+            if run is not None:
+                run.of(part.master).copy_(flat[run.first : run.first + run.size])
+                if part.mixed:
+                    run.of(part.working).copy_(run.of(part.master))
+
+
+@dataclass(eq=False)
+class _Walk:
+    """The blocks that one forward visited, in order, and how far back its backward has come."""
+
+    visits: list[nn.Module] = field(default_factory=list)
+    reached: int | None = None
+
+
+class GatheredParameters(ShardedParameters):
+    """Flat parameters of which this rank keeps its pieces, and gathers the others while the model computes.
+
+    overlap: gather one block ahead, else when it is needed; the same bits. once: keep what was gathered for the first
+    forward of a step to the last backward.
+    """
+
+    groups: list[GatheredGroup]  # type: ignore[assignment]  # all that `_new_group` makes here
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup, *, once: bool, **options: Any):
+        self.once = once
+        self.finished: Callable[[set[Part]], None] = lambda parts: None
+        """Called in backward, with parts whose gradients are complete for this micro-step."""
+        self.backward: Callable[[], bool] = lambda: False
+        """Whether a backward is going on."""
+        self._walk = _Walk()
+        self._routes: dict[nn.Module, list[nn.Module]] = {}
+        self._ends: set[nn.Module] = set()
+        """Blocks with which a forward ends."""
+        self._ahead: set[Part] = set()
+        super().__init__(model, group, **options)
+
+    def _cut(self, slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
+        """A bucket a unit, however large."""
+        return _cut(slots, align, float("inf"), lambda slot: slot.unit)
+
+    def _new_group(self, *args: Any, **options: Any) -> GatheredGroup:
+        return GatheredGroup(*args, rank=self.group.rank(), ways=self.group.size(), **options)
+
+    def publish(self, updated: Range) -> None:
+        """Others gather them when they need them; what was gathered before is stale."""
+        assert isinstance(updated, GatheredPart)  # `ranges` has no others
+        updated.release()
+
+    def settle(self) -> None:
+        """Nothing is on its way between the uses of a unit."""
+
+    def settle_shared(self) -> None:
+        """They are gathered when the model runs."""
+
+    def working(self) -> Iterator[tuple[Run, torch.Tensor]]:
+        return ((run, run.of(part.working)) for part in self.ranges for run in part.runs())
+
+    def _gather(self, group: ShardedGroup) -> torch.Tensor:
+        whole = group.buffer()
+        for part in group.parts:
+            all_gather_single(part.whole(whole), part.master, group=self.group)
+        return whole
+
+    # ---- forward
+
+    def _hook_forward(self) -> None:
+        self.model.register_forward_pre_hook(lambda *_: self._enter())
+        for block in self._blocks:
+            block.register_forward_pre_hook(lambda module, _: self._before(module))
+            block.register_forward_hook(lambda module, _, output: self._after(module, output))
+        self.model.register_forward_hook(lambda *_: self._leave())
+
+    def _enter(self) -> None:
+        self._walk = _Walk()
+        self._start(self._shared)
+        if len(self._routes) == 1:
+            self._prefetch(next(iter(self._routes)))
+        self._have(self._shared)
+
+    def _before(self, block: nn.Module) -> None:
+        self._have(self._blocks[block])
+        if self.backward():  # the block is computed again, its backward has begun
+            return
+        self._walk.visits.append(block)
+        following = self._following()
+        if following is not None:
+            self._prefetch(following)
+
+    def _after(self, block: nn.Module, output: Any) -> None:
+        if self.backward():
+            return
+        watched = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        walk, number = self._walk, len(self._walk.visits) - 1
+        for tensor in watched:
+            tensor.register_hook(lambda _: self._reached(walk, number))
+        following = self._following()
+        last = following is None and block in self._ends  # not in the first forward, which knows no end
+        if watched and (self.once or last):
+            return  # backward begins with the last block
+        self._release(self._blocks[block], but=() if following is None else self._blocks[following])
+
+    def _following(self) -> nn.Module | None:
+        """The block that comes next, if this forward goes where one before it went."""
+        visits = self._walk.visits
+        route = self._routes.get(visits[0], [])
+        return route[len(visits)] if len(visits) < len(route) else None
+
+    def _leave(self) -> None:
+        visits = self._walk.visits
+        if visits:
+            self._routes[visits[0]] = visits
+        self._ends = {route[-1] for route in self._routes.values()}
+        self._release(self._ahead)
+        if not torch.is_grad_enabled():
+            self._release(self.parts)
+
+    # ---- backward
+
+    def begin(self, chunk: int) -> None:
+        """Before the backward of a chunk: gathers what lies outside of blocks, where it is not there any more."""
+        self._have([part for part in self.parts if part in self._shared and part.chunk in (chunk, -1)])
+
+    def _reached(self, walk: _Walk, number: int) -> None:
+        """Backward has come to the output of a visit: all that was visited later, and not before, is finished."""
+        if walk.reached is not None and walk.reached <= number:  # by another of its outputs
+            return
+        walk.reached = number
+        needed = {part for block in walk.visits[: number + 1] for part in self._blocks[block]}
+        done = {part for block in walk.visits[number + 1 :] for part in self._blocks[block]} - needed
+        if not self.once:
+            self._release(done)
+        self._have(self._blocks[walk.visits[number]])
+        if number:
+            self._prefetch(walk.visits[number - 1])
+        self.finished(set(done))
+
+    def end(self, chunk: int, last: bool) -> None:
+        """After the backward of a chunk; `last`: of the step."""
+        self._release(self._ahead)
+        if last or not self.once:
+            self._release([part for part in self.parts if part.chunk == chunk or (part.chunk < 0 and not self.once)])
+
+    def release(self) -> None:
+        """Keeps nothing but this rank's pieces."""
+        self._release(self.parts)
+
+    # ---- memory
+
+    @property
+    def parts(self) -> list[GatheredPart]:  # type: ignore[override]  # all that its groups make
+        return [part for group in self.groups for part in group.parts]
+
+    def _start(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            assert isinstance(part, GatheredPart)
+            part.gather(self.group)
+
+    def _have(self, parts: Iterable[Part]) -> None:
+        parts = list(parts)
+        self._start(parts)
+        for part in parts:
+            assert isinstance(part, GatheredPart)
+            part.wait()
+            self._ahead.discard(part)
+
+    def _prefetch(self, block: nn.Module) -> None:
+        if self.overlap:
+            parts = [part for part in self._blocks[block] if isinstance(part, GatheredPart) and not part.there]
+            self._start(parts)
+            self._ahead.update(parts)
+
+    def _release(self, parts: Iterable[Part], but: Sequence[Part] = ()) -> None:
+        for part in list(parts):
+            if part not in but:
+                assert isinstance(part, GatheredPart)
+                part.release()
+                self._ahead.discard(part)
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, dict):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, tuple | list):
+        for value in output:
+            yield from _tensors(value)
+
+
+class GatheredGradients(StreamedGradients):
+    """ZeRO-3: as ZeRO-2, but a unit's buckets are reduced when backward has left the unit, in that order."""
+
+    parameters: GatheredParameters
+
+    def __init__(self, parameters: GatheredParameters, *args: Any, **options: Any):
+        super().__init__(parameters, *args, **options)
+        self._settled = True
+        self._flushed: set[Bucket] = set()
+        """Reduced in the present scope of their chunk."""
+        parameters.finished = self._finished
+        parameters.backward = lambda: self._scope is not None
+
+    def zero(self) -> None:
+        super().zero()
+        self._flushed.clear()
+        self.parameters.release()
+
+    def _begin(self, scope: Any) -> None:
+        super()._begin(scope)
+        if scope.part != "input":
+            self._flushed.difference_update(scope.lane.buckets)
+        if scope.part != "weight":
+            self.parameters.begin(scope.lane.chunk)
+
+    def _end(self, scope: Any) -> None:
+        super()._end(scope)
+        self.parameters.end(scope.lane.chunk, scope.last)
+
+    def finish(self, *wait: Any) -> None:
+        super().finish(*wait)
+        self.parameters.release()
+
+    def _count(self, scope: Any, slot: Slot) -> None:
+        lane = scope.lane
+        if slot.unit[0] == lane.chunk and lane.buckets[self._bucket[id(slot)]] in self._flushed and scope.part != "input":
+            raise _second_gradient(slot)
+
+    def _finished(self, parts: set[Part]) -> None:
+        scope = self._scope
+        if scope is not None and scope.part == "whole":
+            for bucket in scope.lane.buckets:
+                if self._part(bucket) in parts:
+                    self._flush(scope.lane, bucket)
+
+    def _launch(self, lane: Lane, stop: int) -> None:
+        for bucket in lane.buckets[:stop]:
+            self._flush(lane, bucket)
+
+    def _flush(self, lane: Lane, bucket: Bucket) -> None:
+        if bucket in self._flushed:
+            return
+        self._flushed.add(bucket)
+        self._zero_rest(bucket)
+        if self.measure_noise and lane.scopes == 1:
+            self._measure_one(bucket)
+        self._reduce(lane, bucket)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config.load import Resolved, load_config
-from meshwright.config.schema import Config
+from meshwright.config.schema import Config, EvaluateConfig, ScheduleConfig
 from meshwright.errors import ConfigError, Finding, LayoutError
 from meshwright.runtime.command import target_of
 from meshwright.runtime.folder import RunFolder
@@ -110,8 +110,10 @@ class VerifyCommand:
         config = resolved.config
         rows = self.rows or min(config.train.batch, 4 * target.world - 1)
         origin = {**resolved.origin, "train.batch": "--rows", "train.steps": "--steps"}
-        train = config.train.model_copy(update={"batch": rows, "steps": self.steps, "ramp": None})
-        resolved = Resolved(config.model_copy(update={"train": train}), origin)
+        limits = {"steps": self.steps, "tokens": None, "epochs": None, "hours": None}
+        short = {"batch": rows, "ramp": None, "schedule": ScheduleConfig(kind="constant"), **limits}
+        train = config.train.model_copy(update=short)
+        resolved = Resolved(config.model_copy(update={"train": train, "evaluate": EvaluateConfig()}), origin)
         micro = config.train.micro_batch or max(1, TOKENS // config.data.seq_len)
         compile_mode = config.compile
         if compile_mode == "auto":

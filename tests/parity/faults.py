@@ -193,5 +193,7 @@ FAULTS: dict[str, Fault] = {
     "a stage's gradient message is dropped": Fault(_no_gradient_message, lambda cell: cell.layout in ("pp", "zero1-pp")),
     "a rank has wrong rows": Fault(_rows_of_another_rank, lambda cell: LAYOUTS[cell.layout].dp > 1),
     "the last bucket stays": Fault(_late_bucket_forgotten, lambda cell: cell.layout == "data"),
-    "later micro-steps weigh less": Fault(_later_micro_steps_weigh_less, lambda cell: cell.layout == "data" and cell.accumulation > 1),
+    "later micro-steps weigh less": Fault(
+        _later_micro_steps_weigh_less, lambda cell: cell.layout == "data" and cell.accumulation > 1
+    ),
 }

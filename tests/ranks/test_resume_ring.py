@@ -2,7 +2,8 @@
 
 A hop loads what lies there, trains three steps and saves. Losses and norms must be those of one uninterrupted process, and
 what was loaded, moments included, its state at that step. Mutations tried, each red: `load_extra` left out (the moments'
-correction starts anew), `consumed` not carried (other rows), `exp_avg_sq` not loaded, and weights that are another 1e-4 after the load.
+correction starts anew), `consumed` not carried (other rows), `exp_avg_sq` not loaded, and weights that are
+another 1e-4 after the load.
 """
 
 from __future__ import annotations

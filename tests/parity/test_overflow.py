@@ -44,7 +44,8 @@ def overflow_on_each(plan: Plan) -> list[tuple[int, list[bool], list[float], boo
             before = copies(engine)
             hook: Any = None
             if dist.get_rank() == victim:
-                parameter = next(slot.parameter for slot in engine.parameters.slots if slot.parameter.dim() == 2)
+                # every stage has one, and no schedule puts its gradient off
+                parameter = next(slot.parameter for slot in engine.parameters.slots if "norm" in slot.name)
                 hook = parameter.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
             bad = next(steps_of(context, 1, single=False))
             if hook is not None:

@@ -29,6 +29,9 @@ def register(app: typer.Typer) -> None:
         resume: str | None = typer.Option(
             None, help="A run folder, or 'latest' for run.dir: go on from its newest whole checkpoint."
         ),
+        rebalance: bool = typer.Option(
+            False, "--rebalance", help="With --resume: even out the pipeline stages by the times that the run measured."
+        ),
         max_restarts: int = typer.Option(0, min=0, help="Start all ranks again after a failure, this often."),
         nnodes: int = typer.Option(1, min=1, help="Machines; start the same command on each."),
         rdzv: str | None = typer.Option(None, help="HOST:PORT where the machines meet."),
@@ -38,7 +41,7 @@ def register(app: typer.Typer) -> None:
         """Train a model on every device of this machine. Any setting of the file can be given as --section.key=value."""
         from meshwright.runtime.command import TrainCommand
 
-        overrides = _overrides(context.args)
+        overrides = joined_overrides(context.args)
         if config is not None and config.startswith("-"):  # `train --train.lr=1 --resume RUN`: the first flag is no file
             overrides, config = [config, *overrides], None
         return TrainCommand(
@@ -48,6 +51,7 @@ def register(app: typer.Typer) -> None:
             devices=devices,
             plan=plan,
             resume=resume,
+            rebalance=rebalance,
             max_restarts=max_restarts,
             nnodes=nnodes,
             rdzv=rdzv,
@@ -81,7 +85,7 @@ def show(resolved: Resolved, ready: Ready) -> None:
         )
 
 
-def _overrides(args: list[str]) -> list[str]:
+def joined_overrides(args: list[str]) -> list[str]:
     """`--a.b value` is the same as `--a.b=value`."""
     joined: list[str] = []
     for arg in args:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.config.load import Resolved, load_config
 from meshwright.errors import ConfigError, Finding
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
+from meshwright.runtime.rebalance import rebalanced
 from meshwright.runtime.setup import Ready, Target, set_up
 from meshwright.spec.plan import read_plan
 
 if TYPE_CHECKING:
     from meshwright.distributed.environment import Nodes, World
 
-__all__ = ["TrainCommand"]
+__all__ = ["TrainCommand", "target_of"]
 
 STOPPED = 143
 """Exit code of a rank without a launcher of ours that saved and stopped: SIGTERM's, so that a job is not taken for done."""
@@ -35,6 +36,7 @@ class TrainCommand:
     devices: str | None = None
     plan: str | None = None
     resume: str | None = None
+    rebalance: bool = False
     max_restarts: int = 0
     nnodes: int = 1
     rdzv: str | None = None
@@ -70,13 +72,13 @@ class TrainCommand:
         from meshwright.observe.trace import Profile
 
         Profile(self.profile)  # a range that cannot be is refused before anything is prepared
-        target, env = self._target(resolved)
+        target, env = target_of(resolved, self.nproc, self.devices)
         folder = RunFolder(resolved.config.run.dir)
         nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
         resume = self._is_resume(folder)
         alone = nnodes == 1 or self.dry_run
         if alone:
-            plan = read_plan(self.plan) if self.plan else None
+            plan = self._plan(folder)
             whole = replace(target, world=target.world * nnodes)
             ready = set_up(
                 resolved, whole, folder, plan=plan, resume=resume, write=not self.dry_run, say=_say, profile=self.profile
@@ -99,6 +101,17 @@ class TrainCommand:
             finish(folder)
         return code
 
+    def _plan(self, folder: RunFolder) -> dict[str, Any] | None:
+        """What is given of a plan: by --plan, or of a resumed run by the times of its pipeline stages."""
+        if not self.rebalance:
+            return read_plan(self.plan) if self.plan else None
+        if self.plan or not self._is_resume(folder):
+            what = "is for a resumed run, whose own plan it changes"
+            raise ConfigError(findings=[Finding("--rebalance", what, "Give --resume RUN, and no --plan")])
+        stages, plan = rebalanced(folder)
+        _say(f"stages: {list(stages.split)} layers -> {list(stages.better)}, by the times of {stages.checkpoint}")
+        return plan.to_dict()
+
     def _worker(self, folder: RunFolder, device_type: str, resume: bool) -> list[str]:
         argv = ["-m", "meshwright.runtime.worker", str(folder.path), "--device", device_type]
         argv += ["--resume"] if resume else []
@@ -108,6 +121,7 @@ class TrainCommand:
         """The same command for a rank, which finds its place in the environment."""
         given = {"--plan": self.plan, "--resume": self.resume, "--profile": self.profile}
         options = [part for name, value in given.items() if value for part in (name, value)]
+        options += ["--rebalance"] if self.rebalance else []
         return [*([self.config] if self.config else []), *options, *self.overrides]
 
     def as_rank(self, resolved: Resolved, world: World, show: Show) -> int:
@@ -119,7 +133,7 @@ class TrainCommand:
         folder = RunFolder(resolved.config.run.dir)
         device_type = _device_type(resolved)
         resume = self._is_resume(folder) or (world.restart > 0 and folder.config.is_file())
-        plan = read_plan(self.plan) if self.plan else None
+        plan = self._plan(folder)
 
         def prepare() -> None:
             target = Target(world.world, device_type, _device_bytes(device_type), world.local_world)
@@ -153,19 +167,24 @@ class TrainCommand:
     def _is_resume(self, folder: RunFolder) -> bool:
         return self.resume is not None and (self.resume != "latest" or folder.config.is_file())
 
-    def _target(self, resolved: Resolved) -> tuple[Target, dict[str, str]]:
-        from meshwright.distributed import device as devices
 
-        device_type = _device_type(resolved)
-        env = {}
-        have = devices.count(device_type)
-        if self.devices is not None:
-            env = devices.visible(self.devices, device_type, have)
-            have = len(self.devices.split(","))
-        world = self.nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
-        if device_type != "cpu" and world > have:
-            raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
-        return Target(world, device_type, _device_bytes(device_type), local=world), env
+def target_of(resolved: Resolved, nproc: int | None = None, chosen: str | None = None) -> tuple[Target, dict[str, str]]:
+    """Where the ranks of this machine go, and the environment in which they see only the `chosen` devices ("0,2").
+
+    nproc: ranks; default: one a device, two on a CPU. Raises ConfigError for more ranks than devices.
+    """
+    from meshwright.distributed import device as devices
+
+    device_type = _device_type(resolved)
+    env = {}
+    have = devices.count(device_type)
+    if chosen is not None:
+        env = devices.visible(chosen, device_type, have)
+        have = len(chosen.split(","))
+    world = nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
+    if device_type != "cpu" and world > have:
+        raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
+    return Target(world, device_type, _device_bytes(device_type), local=world), env
 
 
 def finish(folder: RunFolder) -> None:

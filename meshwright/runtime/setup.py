@@ -119,6 +119,8 @@ def _prepare(
         refuse_other_run(now, saved[1]["identity"], saved[0])
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
     Profile(profile, total=budget.steps)
+    if saved is not None and plan is None:
+        plan = _plan_before(folder, config, target.world)
     chosen = choose_plan(
         config,
         world=target.world,
@@ -131,6 +133,18 @@ def _prepare(
     if findings := _unfit(chosen, config, target, task):
         raise LayoutError(findings=findings)
     return Ready(resolved, chosen, budget, corpus, train_data.rows)
+
+
+def _plan_before(folder: RunFolder, config: Config, world: int) -> dict[str, Any] | None:
+    """What a resumed run keeps of its plan: all but what its config says, as long as it has as many ranks."""
+    try:
+        before = Plan.load(folder.plan)
+    except LayoutError:  # not there, or not readable: it is chosen anew
+        return None
+    if before.layout.world != world:
+        return None
+    decided = {"precision", "compile", *(["micro_batch"] if config.train.micro_batch else [])}
+    return {key: value for key, value in before.to_dict().items() if key not in decided}
 
 
 def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> None:

@@ -56,7 +56,7 @@ from meshwright.train.recorder import MetricsSink, ProgressSink, Recorder
 from meshwright.train.saving import restore
 from meshwright.train.schedule import total_steps
 
-__all__ = ["Job", "RunData", "run_job", "run_on", "start"]
+__all__ = ["Job", "RunData", "on_the_first", "run_job", "run_on", "start"]
 
 NOTHING_UPDATED = "no target in the whole batch, or a gradient that was not finite; metrics.jsonl says which"
 
@@ -288,13 +288,14 @@ def start(world: World, job: Job, device_type: str | None = None, prepare: Calla
     with init_world(world, device_type or devices.pick(), timeout=timeout) as ranks:
         refuse_different({"code": code(), "settings": job.settings}, ranks.control)
         if prepare is not None:
-            _on_the_first(prepare, ranks)
+            on_the_first(prepare, ranks)
         # ranks that somebody else started looked at the folder at different times: the first one's answer counts
         resume = broadcast_json(job.resume or world.restart > 0, ranks.control)
         return run_job(replace(job, resume=resume), ranks)
 
 
-def _on_the_first(prepare: Callable[[], object], ranks: Ranks) -> None:
+def on_the_first(prepare: Callable[[], object], ranks: Ranks) -> None:
+    """Call `prepare` on the first rank while the others wait. What it refuses is raised there, and ends the others too."""
     refusal: MeshwrightError | None = None
     if ranks.rank == 0:
         try:

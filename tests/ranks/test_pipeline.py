@@ -257,7 +257,7 @@ def timed(job: Job) -> tuple[dict[int, float], list[float], tuple[int, ...]]:
     for _ in range(2):
         engine.zero()
         engine.runner.train(engine, 3, forward_of(job, make_batches(job, 0)), 1.0, lambda i, parts: None, nullcontext)
-    return engine.runner.seconds, engine.runner.stage_seconds(), engine.runner.suggest()
+    return engine.runner.seconds, engine.runner.stage_seconds(), rebalance(**engine.runner.measured())
 
 
 @pytest.mark.parametrize("shape", ["1f1b", "zbv"])

@@ -1,0 +1,199 @@
+"""The training code with one fault, by name, planted in every rank: each must turn cells of the array red."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel import engine, links, norm, replicate, tensor, zero
+from meshwright.spec.pipeline import RECEIVE_GRADIENT
+from meshwright.verify import cases
+from tests.parity.cells import LAYOUTS, Cell
+
+__all__ = ["FAULTS", "Fault", "planted"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """plant: makes the patch. felt: cells that must see it."""
+
+    plant: Callable[[], Any]
+    felt: Callable[[Cell], bool]
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Nothing is planted under the name ""."""
+    with FAULTS[name].plant() if name else contextlib.nullcontext():
+        yield
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing was started."""
+
+
+def _no_gradient_all_reduce() -> Any:
+    real = dist.all_reduce
+
+    def quiet(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return _Done() if options.get("async_op") else real(tensor, *args, **options)
+
+    return mock.patch.object(dist, "all_reduce", quiet)
+
+
+def _no_reduce_scatter() -> Any:
+    """Each rank keeps its own part of its own gradient."""
+
+    def quiet(out: torch.Tensor, whole: torch.Tensor, *args: Any, group: Any, **options: Any) -> Any:
+        out.copy_(whole.view(-1)[group.rank() * out.numel() :][: out.numel()])
+        return _Done()
+
+    return mock.patch.object(zero, "reduce_scatter_single", quiet)
+
+
+def _mean_over_ranks() -> Any:
+    real = dist.all_reduce
+
+    def divided(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if options.get("async_op"):
+            tensor.div_(2)
+        return real(tensor, *args, **options)
+
+    return mock.patch.object(dist, "all_reduce", divided)
+
+
+def _square_of_a_tie_twice() -> Any:
+    real = replicate.Gradients.square
+
+    def doubled(self: replicate.Gradients, counted: bool = True) -> torch.Tensor:
+        total = real(self, counted)
+        for part in self.parameters.ranges:
+            for run in part.runs():
+                if run.slot.name == "embedding.weight":
+                    total = total + norm.square_norm(run.of(part.gradient))
+        return total
+
+    return mock.patch.object(replicate.Gradients, "square", doubled)
+
+
+def _norm_of_one_shard() -> Any:
+    """The norm forgets the axes whose ranks hold different elements."""
+    return mock.patch.object(engine, "reduce_sum", lambda value, groups: value)
+
+
+def _every_copy_counts() -> Any:
+    """Parameters that tensor-parallel ranks hold alike are in the norm once a rank."""
+    real = replicate.Gradients.square
+    return mock.patch.object(replicate.Gradients, "square", lambda self, counted=True: real(self, counted=False))
+
+
+def _no_shared_sum() -> Any:
+    """Shares of a gradient stay with the ranks that made them."""
+    return mock.patch.object(replicate.Gradients, "_share", lambda self: None)
+
+
+def _shared_sum_twice() -> Any:
+    real = replicate.Gradients._share
+
+    def twice(self: replicate.Gradients) -> None:
+        real(self)
+        self._complete()
+        real(self)
+
+    return mock.patch.object(replicate.Gradients, "_share", twice)
+
+
+def _no_sum_behind_columns() -> Any:
+    """What the matrices split by columns gave is not summed over the tensor-parallel ranks."""
+    return mock.patch.object(tensor, "all_sum", lambda x, key: x.clone())
+
+
+def _no_gradient_message() -> Any:
+    """A stage takes zeros for the gradient of its first micro-batch."""
+    real = links.Mail.take
+
+    def lost(self: links.Mail, receive: Any) -> torch.Tensor:
+        taken = real(self, receive)
+        return torch.zeros_like(taken) if receive.kind == RECEIVE_GRADIENT and receive.micro == 0 else taken
+
+    return mock.patch.object(links.Mail, "take", lost)
+
+
+def _rows_of_another_rank() -> Any:
+    """The last data rank takes the rows of the first."""
+    real = cases.data_rank
+
+    def wrong(mesh: Any) -> tuple[int, int]:
+        place, size = real(mesh)
+        return (0 if place == size - 1 else place), size
+
+    return mock.patch.object(cases, "data_rank", wrong)
+
+
+def _late_bucket_forgotten() -> Any:
+    real = replicate.Gradients._launch
+
+    def short(self: replicate.Gradients, lane: replicate.Lane, stop: int) -> None:
+        real(self, lane, min(stop, len(lane.buckets) - 1))
+
+    return mock.patch.object(replicate.Gradients, "_launch", short)
+
+
+def _later_micro_steps_weigh_less() -> Any:
+    real = replicate.Gradients._arrive
+
+    def halved(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
+        late = self._lanes[0].scopes > 1
+        real(self, group, slot, parameter)
+        if late:
+            self._view(group, slot).mul_(0.5)
+
+    return mock.patch.object(replicate.Gradients, "_arrive", halved)
+
+
+def _sized(cell: Cell, **sizes: bool) -> bool:
+    """Whether each axis named is wider than 1 (True), or not (False)."""
+    known = LAYOUTS[cell.layout].to_dict()
+    return all((known[axis] > 1) == wide for axis, wide in sizes.items())
+
+
+def _tied_over_stages(cell: Cell) -> bool:
+    """Whether embedding and head are one matrix on two ranks; the V of zbv ends where it begins."""
+    return cell.model in ("tied", "mlm", "dropout") and cell.layout in ("pp", "data-pp") and cell.schedule != "zbv"
+
+
+FAULTS: dict[str, Fault] = {
+    "a reduce is dropped": Fault(_no_gradient_all_reduce, lambda cell: cell.layout == "data"),
+    "replicas are not summed": Fault(_no_gradient_all_reduce, lambda cell: cell.layout in ("hybrid1", "hybrid2")),
+    "a reduce-scatter is dropped": Fault(_no_reduce_scatter, lambda cell: cell.layout in ("zero1", "zero2")),
+    "the scale is wrong": Fault(_mean_over_ranks, lambda cell: cell.layout == "data"),
+    "a tie is counted twice": Fault(
+        _square_of_a_tie_twice, lambda cell: cell.model in ("tied", "mlm", "dropout") and cell.layout in ("data", "zero1")
+    ),
+    "the norm skips the shards": Fault(_norm_of_one_shard, lambda cell: cell.layout in ("zero1", "zero2")),
+    "the norm skips tensor-parallel ranks": Fault(_norm_of_one_shard, lambda cell: cell.layout in ("tp", "data-tp")),
+    "the norm skips stages": Fault(_norm_of_one_shard, lambda cell: cell.layout in ("pp", "data-pp")),
+    "every copy counts": Fault(_every_copy_counts, lambda cell: cell.layout in ("tp", "tp4", "data-tp")),
+    "partial gradients are not summed": Fault(
+        _no_shared_sum, lambda cell: cell.layout in ("tp", "data-tp") and cell.sequence_parallel
+    ),
+    "shares of a kv head are not summed": Fault(_no_shared_sum, lambda cell: cell.model == "mqa" and _sized(cell, tp=True)),
+    "a tie is not summed": Fault(_no_shared_sum, _tied_over_stages),
+    "a tie is summed twice": Fault(_shared_sum_twice, _tied_over_stages),
+    "a tensor-parallel sum is dropped": Fault(
+        _no_sum_behind_columns, lambda cell: cell.layout in ("tp", "tp4") and not cell.sequence_parallel
+    ),
+    "a stage's gradient message is dropped": Fault(_no_gradient_message, lambda cell: cell.layout in ("pp", "zero1-pp")),
+    "a rank has wrong rows": Fault(_rows_of_another_rank, lambda cell: LAYOUTS[cell.layout].dp > 1),
+    "the last bucket stays": Fault(_late_bucket_forgotten, lambda cell: cell.layout == "data"),
+    "later micro-steps weigh less": Fault(
+        _later_micro_steps_weigh_less, lambda cell: cell.layout == "data" and cell.accumulation > 1
+    ),
+}

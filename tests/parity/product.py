@@ -1,0 +1,143 @@
+"""The whole product of cells, in slices that can be stopped and go on.
+
+    python -m tests.parity.product --slice 1/4          # cells 0, 4, 8, ...
+
+Each cell that is done is a line of docs/parity-results.jsonl: its id, the commit of the code, the largest difference of each
+kind, and what was wrong. A cell that stands there for the present code is passed over, so the same command goes on where it was
+stopped. A line of an older commit is replaced when its cell is done again. Slices may append to the file side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.parity import array
+from tests.parity.cells import Cell, limits_of, run_cell
+from tests.ranks.pool import Pools, RankError
+
+__all__ = ["FILE", "Git", "covered_by", "main", "read", "stale"]
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docs" / "parity-results.jsonl"
+CODE = ("meshwright/parallel", "meshwright/train", "meshwright/checkpoint", "meshwright/spec")
+"""A result is of the code in these folders."""
+
+
+@dataclass(frozen=True)
+class Git:
+    """A checkout, as far as results need it. Raises RuntimeError where `root` is none, or git is not there."""
+
+    root: Path = ROOT
+
+    def run(self, *arguments: str) -> str:
+        try:
+            done = subprocess.run(["git", *arguments], cwd=self.root, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise RuntimeError(f"{self.root}: no git checkout that can be asked ({error})") from None
+        return done.stdout.strip()
+
+    def code(self) -> str:
+        """The newest commit that changed the code."""
+        return self.run("log", "-1", "--format=%H", "--", *CODE)
+
+    def clean(self) -> bool:
+        """Whether the code is as committed."""
+        return not self.run("status", "--porcelain", "--", *CODE)
+
+    def since(self, commit: str) -> bool:
+        """Whether the code is the same at `commit` as now: what lies between them changed none of it."""
+        known = subprocess.run(["git", "cat-file", "-e", commit], cwd=self.root, capture_output=True)
+        return known.returncode == 0 and not self.run("diff", "--name-only", commit, "HEAD", "--", *CODE)
+
+
+def read(path: Path = FILE) -> dict[str, dict[str, Any]]:
+    """The newest line of each cell."""
+    if not path.exists():
+        return {}
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return {line["cell"]: line for line in lines}
+
+
+def stale(lines: Iterable[dict[str, Any]], git: Git) -> list[str]:
+    """Cells whose commit has other code than HEAD."""
+    same: dict[str, bool] = {}
+    old = []
+    for line in lines:
+        if line["commit"] not in same:
+            same[line["commit"]] = git.since(line["commit"])
+        if not same[line["commit"]]:
+            old.append(line["cell"])
+    return old
+
+
+def covered_by(results: dict[str, dict[str, Any]], cells: Sequence[Cell]) -> list[str]:
+    """Cells without a line."""
+    return [cell.id for cell in cells if cell.id not in results]
+
+
+def append(line: dict[str, Any], path: Path = FILE) -> None:
+    """Adds a line, or puts it in the place of an older one of its cell."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        kept = file.read().splitlines()
+        others = [text for text in kept if json.loads(text)["cell"] != line["cell"]]
+        if len(others) != len(kept):
+            file.truncate(0)
+            file.write("".join(f"{text}\n" for text in others))
+        file.write(json.dumps(line) + "\n")
+
+
+def done(ranks: Pools, cell: Cell, commit: str) -> dict[str, Any]:
+    """Runs one cell; its line."""
+    start = time.perf_counter()
+    worst: dict[str, float] = {}
+    try:
+        outcome = run_cell(ranks, cell)
+        wrong = outcome.over(limits_of(cell))
+        worst = {kind: float(f"{found.value:.1e}") for kind, found in sorted(outcome.worst.items())}
+    except RankError as error:
+        wrong = [str(error).strip().splitlines()[-1]]
+    seconds = round(time.perf_counter() - start, 2)
+    return {"cell": cell.id, "commit": commit[:12], "worst": worst, "wrong": wrong, "seconds": seconds}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 1 if a cell of this slice is wrong."""
+    parser = argparse.ArgumentParser(prog="tests.parity.product", description=__doc__)
+    parser.add_argument("--slice", default="1/1", help="K/N: every N-th cell, from the K-th on")
+    parser.add_argument("--limit", type=int, default=0, help="stop after so many cells")
+    args = parser.parse_args(argv)
+    part, parts = map(int, args.slice.split("/"))
+    git = Git()
+    if not git.clean():
+        sys.exit(f"commit first: the code under {', '.join(CODE)} is not that of a commit")
+    commit, known = git.code(), read()
+    old = set(stale(known.values(), git))
+    cells = [cell for cell in array.whole_product()[part - 1 :: parts] if not array.missing(cell)]
+    todo = [cell for cell in cells if cell.id not in known or cell.id in old]
+    todo = todo[: args.limit] if args.limit else todo
+    ranks, failed = Pools(), 0
+    try:
+        for number, cell in enumerate(todo, 1):
+            line = done(ranks, cell, commit)
+            append(line)
+            failed += bool(line["wrong"])
+            print(f"{number}/{len(todo)} {cell.id} {line['seconds']} s {'; '.join(line['wrong']) or 'same'}", flush=True)
+    finally:
+        ranks.close()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The results of the whole product: complete, right, and of the present code. `python -m tests.parity.product` makes them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.parity import array, product
+
+
+def results_and_git():
+    """Skips outside of a checkout, and while there are no results at all."""
+    git = product.Git()
+    try:
+        git.code()
+    except RuntimeError as error:
+        pytest.skip(f"how old results are cannot be told: {error}")
+    results = product.read()
+    if not results:
+        pytest.skip("docs/parity-results.jsonl has no results yet")
+    return results, git
+
+
+def test_the_results_are_complete_and_right():
+    results, _ = results_and_git()
+    assert product.covered_by(results, array.whole_product()) == []
+    assert {line["cell"]: line["wrong"] for line in results.values() if line["wrong"]} == {}
+
+
+def test_no_result_is_older_than_the_code():
+    results, git = results_and_git()
+    assert product.stale(results.values(), git) == []
+
+
+def test_a_line_replaces_that_of_its_cell(tmp_path):
+    path = tmp_path / "results.jsonl"
+    for cell, commit in (("a", "1"), ("b", "1"), ("a", "2")):
+        product.append({"cell": cell, "commit": commit}, path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"cell": "b", "commit": "1"},
+        {"cell": "a", "commit": "2"},
+    ]
+    assert product.read(path)["a"]["commit"] == "2" and product.read(tmp_path / "none") == {}
+
+
+def test_results_of_other_code_are_stale(tmp_path):
+    # Red when any commit counts as the present one, and when a change beside the code does.
+    import subprocess
+
+    def run(*arguments: str) -> str:
+        options = ["-c", "user.name=t", "-c", "user.email=t@t", "-c", "commit.gpgsign=false"]
+        return subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    def commit(name: str, text: str) -> str:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        run("add", "-A")
+        run("commit", "-qm", text)
+        return run("rev-parse", "HEAD").strip()
+
+    run("init", "-q")
+    git = product.Git(tmp_path)
+    first, second, third = commit("meshwright/spec/a", "1"), commit("meshwright/spec/a", "2"), commit("README", "3")
+    assert git.code() == second and git.clean()
+    lines = [{"cell": name, "commit": name[:12]} for name in (first, second, third, "0" * 40)]
+    assert product.stale(lines, git) == [first, "0" * 40]
+    (tmp_path / "meshwright/spec/a").write_text("4")
+    assert not git.clean()
+
+
+@pytest.mark.slow
+def test_the_next_cells_of_the_product(ranks):
+    """A slice that moves with the commit, without touching the file: the product itself is a command of hours."""
+    cells = [cell for cell in array.whole_product() if not array.missing(cell)]
+    start = int(product.Git().code(), 16) % 97 if (product.ROOT / ".git").exists() else 0
+    wrong = {cell.id: line["wrong"] for cell in cells[start::97] if (line := product.done(ranks, cell, ""))["wrong"]}
+    assert wrong == {}

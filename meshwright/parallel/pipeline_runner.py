@@ -39,7 +39,6 @@ from meshwright.spec.pipeline import (
     stage_of,
     with_messages,
 )
-from meshwright.spec.stages import rebalance
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Engine

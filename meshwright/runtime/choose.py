@@ -72,10 +72,10 @@ def fill_layout(given: Mapping[str, int], world: int) -> Layout:
     if odd:
         sizes = " x ".join(f"{name} {size}" for name, size in known.axes if size > 1) or "one rank"
         legal = ", ".join(str(n) for n in (world - odd, world - odd + known.world) if n > 0)
-        raise LayoutError(
-            findings=[Finding("plan.layout", f"{sizes} does not divide {world} ranks", f"Start {legal} ranks, or change a size")]
-        )
-    free = "dp_shard" if known.zero and "dp_shard" not in given else "dp_replicate" if "dp_replicate" not in given else "dp_shard"
+        what, fix = f"{sizes} does not divide {world} ranks", f"Start {legal} ranks, or change a size"
+        raise LayoutError(findings=[Finding("plan.layout", what, fix)])
+    sharded = "dp_replicate" in given or (known.zero > 0 and "dp_shard" not in given)
+    free = "dp_shard" if sharded else "dp_replicate"
     return replace(known, **{free: rest * getattr(known, free)})
 
 

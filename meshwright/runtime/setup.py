@@ -62,8 +62,8 @@ def set_up(
 ) -> Ready:
     """Check and prepare a run, and write its folder unless `write` is False (a dry run, which prepares only the data).
 
-    plan: keys of a plan that are given; the others are chosen. profile: the range of --profile. Raises ConfigError, DataError, LayoutError, DeviceError, CheckpointError before anything
-    of the run is written; what was prepared stays.
+    plan: keys of a plan that are given; the others are chosen. profile: the range of --profile. Raises ConfigError,
+    DataError, LayoutError, DeviceError, CheckpointError before anything of the run is written; what was prepared stays.
     """
     task = make_objective(resolved.config.objective, 2).task
     early = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))

@@ -24,6 +24,7 @@ from meshwright.runtime.modules import load_modules
 from meshwright.runtime.setup import Target, set_up
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.train.objectives import make_objective
 from meshwright.verify.layouts import load_plans, plans, select
 
 if TYPE_CHECKING:
@@ -121,15 +122,17 @@ class VerifyCommand:
         base = Plan(
             Layout(dp_replicate=target.world), micro_batch=min(micro, rows), precision=self.precision, compile=compile_mode
         )
-        ready = set_up(resolved, target, folder, plan=base, resume=False, write=True, say=self._say)
+        ready = set_up(resolved, target, folder, plan=base.to_dict(), resume=False, write=True, say=self._say)
         tried = self._plans(base, ready.resolved.config, target.world, rows)
         note = {"plans": [plan.to_dict() for plan in tried], "micro_batch": base.micro_batch, "quiet": self.quiet}
         (folder.path / NOTE).write_text(json.dumps(note), encoding="utf-8")
 
     def _plans(self, base: Plan, config: Config, world: int, rows: int) -> list[Plan]:
+        task = make_objective(config.objective, config.model.classes or 0).task
+        model, length = config.model, config.data.seq_len
         if self.layouts not in ("auto", "all"):
-            return load_plans(self.layouts, world, base, config.model)
-        every = plans(world, base, config.model, rows)
+            return load_plans(self.layouts, world, base, model, task, length)
+        every = plans(world, base, model, task, length, rows)
         if not every:
             what = f"there is no layout of {world} ranks for this model"
             raise LayoutError(findings=[Finding("--nproc", what, "Start another number of ranks")])
@@ -143,7 +146,6 @@ class VerifyCommand:
 def verify_on(ranks: Ranks, folder: RunFolder) -> dict[str, Any]:
     """Try the plans of a prepared folder on these ranks. Collective; every rank gets what was found."""
     from meshwright.runtime.corpus import Corpus
-    from meshwright.train.objectives import make_objective
     from meshwright.verify.cases import Case
     from meshwright.verify.compare import TOLERANCES
     from meshwright.verify.layouts import describe

@@ -11,24 +11,14 @@ from pathlib import Path
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import Finding, LayoutError
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_rules import refused
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import refused, refused_for
 from meshwright.verify.cover import pairwise
 
-__all__ = ["CHUNKS", "describe", "factors", "layouts", "load_plans", "plans", "select", "unfit"]
+__all__ = ["CHUNKS", "describe", "factors", "layouts", "load_plans", "plans", "select"]
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
 """Pipeline stages on a rank that a schedule is tried with."""
-
-
-def unfit(plan: Plan, model: ModelConfig) -> list[Finding]:
-    """Why this plan cannot run this model, as far as numbers tell; empty if it can."""
-    findings = refused(plan.layout)
-    stages = plan.layout.pp * plan.chunks
-    if plan.layout.pp > 1 and stages > model.layers:
-        what = f"{plan.layout.pp} ranks x {plan.chunks} chunks are {stages} stages, the model has {model.layers} layers"
-        findings.append(Finding("layout.pp", what, "Every stage needs a layer"))
-    return findings
 
 
 def layouts(world: int) -> list[Layout]:
@@ -44,10 +34,10 @@ def layouts(world: int) -> list[Layout]:
         for pp, replicate, shard, tp in splits
         for zero in range(4)
     )
-    return [layout for layout in every if not refused(layout)]
+    return [layout for layout in every if not refused(Plan(layout))]
 
 
-def plans(world: int, base: Plan, model: ModelConfig, rows: int) -> list[Plan]:
+def plans(world: int, base: Plan, model: ModelConfig, task: str, seq_len: int, rows: int) -> list[Plan]:
     """Every layout of `world` ranks, with every pipeline schedule, with and without sequence parallelism, with each kind of
     recompute, and with one and three micro-steps of `rows` rows; what cannot run this model is left out.
 
@@ -59,7 +49,7 @@ def plans(world: int, base: Plan, model: ModelConfig, rows: int) -> list[Plan]:
             for steps in (1, 3):
                 micro = min(base.micro_batch, math.ceil(math.ceil(rows / layout.dp) / steps))
                 plan = replace(base, layout=layout, micro_batch=micro, reason="", **changed)
-                if not unfit(plan, model):
+                if not refused_for(plan, model, task, seq_len):
                     found[plan] = None
     return list(found)
 
@@ -121,7 +111,7 @@ def describe(plan: Plan, rows: int) -> tuple[str, str]:
     return where, ", ".join(how)
 
 
-def load_plans(path: str, world: int, base: Plan, model: ModelConfig) -> list[Plan]:
+def load_plans(path: str, world: int, base: Plan, model: ModelConfig, task: str, seq_len: int) -> list[Plan]:
     """The plans of a JSON file: one plan, or a list of them; what one leaves open is as in `base`.
 
     Raises LayoutError with everything that is wrong: no such file, unknown keys, plans for other ranks, refused layouts.
@@ -145,7 +135,8 @@ def load_plans(path: str, world: int, base: Plan, model: ModelConfig) -> list[Pl
         except LayoutError as error:
             findings += [Finding(where, str(finding)) for finding in error.findings]
             continue
-        findings += [Finding(f"{where}: {finding.where}", finding.what, finding.fix) for finding in unfit(plan, model)]
+        refusals = refused_for(plan, model, task, seq_len)
+        findings += [Finding(f"{where}: {finding.where}", finding.what, finding.fix) for finding in refusals]
         if plan.layout.world != world:
             what = f"is for {plan.layout.world} ranks, but {world} are started"
             findings.append(Finding(where, what, f"Give --nproc {plan.layout.world}"))

@@ -18,7 +18,6 @@ from meshwright.parallel.precision import LossScaler, working_dtype
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.update import FlatOptimizer
 from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
-from meshwright.spec.layout import Layout
 from meshwright.spec.layout_rules import refused
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
@@ -51,10 +50,10 @@ def parallelize(
     are; compilation sees the recomputed block; data parallelism is last, since it moves the parameters into its buffers
     and hooks them, and whatever replaced a parameter after that would be trained by nobody.
     """
-    _check(plan.layout, mesh)
+    _check(plan, mesh)
     axes = Axes.of(mesh, plan.layout.zero)
     compile_blocks(model, plan.compile)
-    options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table}
+    options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
     parameters, gradients = _data_parallel(model, plan, mesh, axes, dtype=working_dtype(plan.precision), **options)
     return Engine(
         parameters,
@@ -85,8 +84,12 @@ def _data_parallel(
     return sharded, kind(sharded, axes.data, replicas, **buckets)
 
 
-def _check(layout: Layout, mesh: DeviceMesh | None) -> None:
+def _check(plan: Plan, mesh: DeviceMesh | None) -> None:
+    layout = plan.layout
     findings = refused(layout)
+    if plan.offload == "parameters" and layout.zero != 3:
+        what = f"'parameters' with zero: {layout.zero}, whose ranks compute with whole weights that stay on the device"
+        findings.append(Finding("plan.offload", what, "Use offload: optimizer, or zero: 3"))
     named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
     wrong = [key for key, size in layout.axes if named.get(key, 1) != size]

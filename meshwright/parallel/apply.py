@@ -60,7 +60,7 @@ def parallelize(
     recompute_blocks(model, plan)
     compile_blocks(model, plan.compile)
     axes = Axes.of(mesh, plan.layout.zero)
-    options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table}
+    options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
     options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
     parameters, gradients = _data_parallel(model, plan, mesh, axes, **options)
     return Engine(

@@ -42,7 +42,7 @@ def first_difference(
     digests: dict[str, tuple[Copy, list[int]]] = {}
     for copies, groups in alike:
         if copies:
-            stacked = torch.stack([digest(copy.values) for copy in copies])
+            stacked = torch.stack([digest(copy.values).to(device) for copy in copies])
             row = differing(stacked, groups)
             found += [] if row is None else [[*copies[row].order, copies[row].label]]
             digests.update({copy.block: (copy, mine) for copy, mine in zip(copies, stacked.tolist(), strict=True)})

@@ -40,7 +40,9 @@ __all__ = [
     "Run",
     "Slot",
     "Unit",
+    "cut_runs",
     "decays",
+    "host_zeros",
     "local_pieces",
     "master_dtype",
     "unit_of",
@@ -125,7 +127,7 @@ class Run:
 
 class Range(Protocol):
     """Elements that this rank updates: 1-d tensors of one size that share an element index. `mixed`: whether master and
-    working are two tensors. shared, counted: as in `Placement`, of all that lies in it."""
+    working are two tensors. shared, counted: as in `Placement`, of all that lies in it. offload: as in `Plan`."""
 
     @property
     def decay(self) -> bool: ...
@@ -133,6 +135,8 @@ class Range(Protocol):
     def shared(self) -> str: ...
     @property
     def counted(self) -> bool: ...
+    @property
+    def offload(self) -> str: ...
     @property
     def mixed(self) -> bool: ...
     @property
@@ -169,9 +173,19 @@ class Group:
     working: torch.Tensor
     master: torch.Tensor
 
-    def __init__(self, slots: list[Slot], edges: list[int], kind: Kind, *, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        slots: list[Slot],
+        edges: list[int],
+        kind: Kind,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        offload: str = "none",
+    ):
         """edges: where the buckets begin and end."""
         self.slots = slots
+        self.offload = offload
         self.size = edges[-1]
         self.decay, self.shared, self.counted = kind.decay, kind.shared, kind.counted
         self.dtype = dtype
@@ -197,8 +211,14 @@ class Group:
         return (Run(slot, 0, slot.start, slot.size) for slot in self.slots)
 
     def buffer(self) -> torch.Tensor:
-        """A new zero buffer [size] in the dtype of the masters."""
-        return torch.zeros(self.size, dtype=master_dtype(self.dtype), device=self.device)
+        """A new zero buffer [size] for masters or moments: in their dtype, in host memory where they are offloaded."""
+        return self.state(self.size)
+
+    def state(self, size: int) -> torch.Tensor:
+        """A new zero buffer [size], as `buffer`."""
+        if self.offload == "none":
+            return torch.zeros(size, dtype=master_dtype(self.dtype), device=self.device)
+        return host_zeros(size, master_dtype(self.dtype), self.device)
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -215,8 +235,8 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the masters are other tensors than the weights that the model computes with."""
-        return master_dtype(self.dtype) != self.dtype
+        """Whether the masters are other tensors than the working weights that this rank keeps."""
+        return master_dtype(self.dtype) != self.dtype or self.offload == "optimizer"
 
 
 @dataclass(eq=False)
@@ -241,10 +261,11 @@ class FlatParameters:
     """All parameters of a model: the trainable ones moved into groups, the frozen ones cast in place.
 
     model: on the device, or on meta; then buffers and frozen parameters come up uninitialised and trainable ones zero,
-    to be filled inside `Engine.masters()`. A parameter that the model holds under several names is kept once, under the
-    canonical name of the table, else under the first one. ways: every bucket of `bucket_bytes` (see `buckets`) can be cut
-    into as many equal aligned pieces. sharing: which blocks of logical tensors they are, and who else holds them. unit: of a
-    parameter's name in this model. Raises LayoutError where nothing can be trained.
+    to be filled by `Engine.fill` or inside `Engine.masters()`. A parameter that the model holds under several names is kept
+    once, under the canonical name of the table, else under the first one. ways: every bucket of `bucket_bytes` (see
+    `buckets`) can be cut into as many equal aligned pieces. offload: what lies in host memory. sharing: which blocks of
+    logical tensors they are, and who else holds them. unit: of a parameter's name in this model. Raises LayoutError where
+    nothing can be trained.
     """
 
     def __init__(
@@ -255,12 +276,14 @@ class FlatParameters:
         device: torch.device,
         no_decay: Iterable[str],
         table: Table | None,
+        offload: str = "none",
         sharing: Sharing | None = None,
         unit: Callable[[str], Unit] = unit_of,
         ways: int = 1,
         bucket_bytes: int = 0,
     ):
         self.model = model
+        self.offload = offload
         self.sharing = sharing or Sharing()
         self._ways, self._bucket_bytes = ways, bucket_bytes
         every = canonical(model, table)
@@ -308,7 +331,7 @@ class FlatParameters:
                 end += _aligned(slot.size, align)
             end = _aligned(end, align * self._ways) if self._ways > 1 else end
             edges.append(end)
-        group = self._new_group(slots, edges, kind, dtype=dtype, device=device)
+        group = self._new_group(slots, edges, kind, dtype=dtype, device=device, offload=self.offload)
         for slot in slots:
             if slot.parameter.is_meta:
                 slot.parameter = replace(self.model, slot.parameter, group.view(slot))
@@ -323,7 +346,7 @@ class FlatParameters:
 
     def _cut(self, slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
         """Buckets of at most `limit` elements (or one larger parameter), within a chunk."""
-        return _cut(slots, align, limit, lambda slot: slot.unit[0])
+        return cut_runs(slots, align, limit, lambda slot: slot.unit[0])
 
     @property
     def ranges(self) -> Sequence[Range]:
@@ -390,22 +413,41 @@ class FlatParameters:
 
     @contextmanager
     def masters(self) -> Iterator[None]:
-        """The parameters of the model are whole masters inside; working weights follow on leaving."""
+        """The parameters of the model are whole masters on its device inside: up to g P bytes a rank, the size of a
+        data-parallel gradient. Working weights follow on leaving."""
+        self.settle()
+        whole = {id(group): self._gather(group) for group in self.groups}
         for group, slot in self.each():
-            slot.parameter.data = slot.of(group.master)
+            slot.parameter.data = slot.of(whole[id(group)])
         try:
             yield
         finally:
             for group, slot in self.each():
                 slot.parameter.data = group.view(slot)
+        for group in self.groups:
+            self._scatter(group, whole[id(group)])
         self.refresh()
+
+    def _gather(self, group: Group) -> torch.Tensor:
+        """All masters of a group, on the model's device."""
+        return group.master.to(group.device)
+
+    def _scatter(self, group: Group, whole: torch.Tensor) -> None:
+        """Takes them back."""
+        if whole is not group.master:
+            group.master.copy_(whole)
+
+
+def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros [size] in host memory, pinned for copies from and to `device`."""
+    return torch.zeros(size, dtype=dtype, pin_memory=device.type != "cpu")
 
 
 def _aligned(size: int, align: int) -> int:
     return -(-size // align) * align
 
 
-def _cut(slots: Sequence[Slot], align: int, limit: float, apart: Callable[[Slot], object]) -> list[list[Slot]]:
+def cut_runs(slots: Sequence[Slot], align: int, limit: float, apart: Callable[[Slot], object]) -> list[list[Slot]]:
     """Runs of neighbours of at most `limit` elements (or one larger slot) that are not `apart`, filled from the last slot on:
     backward reaches it first. Depends on the sizes alone, not on where the slots start."""
     runs: list[list[Slot]] = []

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.compat import all_gather_single
-from meshwright.parallel.flat import Bucket, Range, Run, Slot, _cut
-from meshwright.parallel.replicate import Lane, _second_gradient
+from meshwright.parallel.flat import Bucket, Group, Range, Run, Slot, cut_runs, host_zeros
+from meshwright.parallel.replicate import Lane, second_gradient
 from meshwright.parallel.zero import Part, ShardedGroup, ShardedParameters, StreamedGradients
 
 __all__ = ["GatheredGradients", "GatheredParameters"]
@@ -56,14 +56,18 @@ class GatheredPart(Part):
         self.release()
 
     def _keep(self) -> torch.Tensor:
-        return torch.zeros(self.size, dtype=self.group.dtype, device=self.group.device)
+        group = self.group
+        if group.offload == "parameters":
+            return host_zeros(self.size, group.dtype, group.device)
+        return torch.zeros(self.size, dtype=group.dtype, device=group.device)
 
     def gather(self, group: dist.ProcessGroup) -> None:
         """Starts gathering, unless the weights are there or on their way."""
         if self.there or not self.size:
             return
         self.whole_weights.untyped_storage().resize_(self._bytes)
-        self._work = all_gather_single(self.whole_weights, self.working, group=group, async_op=True)
+        piece = self.working.to(self.group.device, non_blocking=True)
+        self._work = all_gather_single(self.whole_weights, piece, group=group, async_op=True)
         self.there = True
 
     def wait(self) -> None:
@@ -134,7 +138,7 @@ class GatheredParameters(ShardedParameters):
 
     def _cut(self, slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
         """A bucket a unit, however large."""
-        return _cut(slots, align, float("inf"), lambda slot: slot.unit)
+        return cut_runs(slots, align, float("inf"), lambda slot: slot.unit)
 
     def _new_group(self, *args: Any, **options: Any) -> GatheredGroup:
         return GatheredGroup(*args, rank=self.group.rank(), ways=self.group.size(), **options)
@@ -153,11 +157,9 @@ class GatheredParameters(ShardedParameters):
     def working(self) -> Iterator[tuple[Run, torch.Tensor]]:
         return ((run, run.of(part.working)) for part in self.ranges for run in part.runs())
 
-    def _gather(self, group: ShardedGroup) -> torch.Tensor:
-        whole = group.buffer()
-        for part in group.parts:
-            all_gather_single(part.whole(whole), part.master, group=self.group)
-        return whole
+    def _gather(self, group: Group) -> torch.Tensor:
+        assert isinstance(group, ShardedGroup)  # `_new_group` makes no others
+        return self._gather_masters(group)
 
     # ---- forward
 
@@ -322,18 +324,29 @@ class GatheredGradients(StreamedGradients):
     def _count(self, scope: Any, slot: Slot) -> None:
         lane = scope.lane
         if slot.unit[0] == lane.chunk and lane.buckets[self._bucket[id(slot)]] in self._flushed and scope.part != "input":
-            raise _second_gradient(slot)
+            raise second_gradient(slot)
+
+    @property
+    def _lag(self) -> int:
+        return len(self.buckets) if self.overlap else 0
 
     def _finished(self, parts: set[Part]) -> None:
+        """One unit is on its way while the next is filled: what left before is waited for."""
         scope = self._scope
         if scope is not None and scope.part == "whole":
+            self._land_all()
             for bucket in scope.lane.buckets:
                 if self._part(bucket) in parts:
                     self._flush(scope.lane, bucket)
 
     def _launch(self, lane: Lane, stop: int) -> None:
+        self._land_all()
         for bucket in lane.buckets[:stop]:
             self._flush(lane, bucket)
+
+    def _land_all(self) -> None:
+        while self._flying:
+            self._land()
 
     def _flush(self, lane: Lane, bucket: Bucket) -> None:
         if bucket in self._flushed:

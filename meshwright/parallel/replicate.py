@@ -31,7 +31,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel.flat import Bucket, FlatParameters, Group, Slot, master_dtype
 from meshwright.parallel.norm import square_norm
 
-__all__ = ["Gradients", "Lane"]
+__all__ = ["Gradients", "Lane", "second_gradient"]
 
 
 @dataclass(eq=False)
@@ -267,7 +267,7 @@ class Gradients:
         number = self._bucket[id(slot)]
         missing = lane.missing[number]
         if id(slot) not in missing and (scope.part == "whole" or number < lane.launched):
-            raise _second_gradient(slot)
+            raise second_gradient(slot)
         missing.discard(id(slot))
         if self._at_once and (scope.part == "whole" or lane.learnt):
             ready = lane.launched
@@ -375,7 +375,8 @@ class Gradients:
         self.square_norms = [self.square_norms[0] + square] if self.square_norms else [square]
 
 
-def _second_gradient(slot: Slot) -> MeshwrightError:
+def second_gradient(slot: Slot) -> MeshwrightError:
+    """What is wrong when a gradient arrives after its bucket was reduced."""
     return MeshwrightError(
         f"{slot.name} got a second gradient in one micro-step: run one backward a scope, and recompute with use_reentrant=False"
     )

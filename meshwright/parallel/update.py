@@ -9,7 +9,8 @@ import torch
 
 from meshwright.config.schema import OptimizerConfig
 from meshwright.kernels.adamw import adamw_, sgd_
-from meshwright.parallel.flat import FlatParameters, Range
+from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.offload import HostStage
 
 __all__ = ["FlatOptimizer"]
 
@@ -32,7 +33,11 @@ class FlatOptimizer:
         names = ("exp_avg", "exp_avg_sq") if config.kind == "adamw" else ("momentum",) if config.momentum else ()
         self.moments = [{name: part.buffer() for name in names} for part in parameters.ranges]
         self.averages = [part.master.clone() for part in parameters.ranges] if ema else []
-        self._updates = torch.zeros((), dtype=torch.int64, device=parameters.groups[0].device)
+        device = parameters.groups[0].device
+        largest = max(part.master.numel() for part in parameters.ranges)
+        self._stage = HostStage(device, largest) if parameters.offload != "none" else None
+        home = torch.device("cpu") if self._stage else device
+        self._updates = torch.zeros((), dtype=torch.int64, device=home)
 
     @property
     def updates(self) -> int:
@@ -45,10 +50,17 @@ class FlatOptimizer:
 
     def step(self, lr: float, scale: torch.Tensor, skip: torch.Tensor) -> None:
         """One update from gradient * scale. Where the 0-d bool `skip` is true nothing changes, not one bit."""
+        skip, scale = skip.to(self._updates.device), scale.to(self._updates.device)  # offloaded: waits for the device
         step = self._updates + 1
         self.parameters.settle()
         for part, moments in zip(self.parameters.ranges, self.moments, strict=True):
-            self._update(part, moments, lr, step, scale, skip)
+            if self._stage is None:
+                working = part.working if part.mixed else None
+                self._update(part.decay, part.master, part.gradient, moments, working, lr, step, scale, skip)
+            elif not bool(skip):
+                for span, gradient, working in self._stage.windows(part):
+                    mine = {name: moment[span] for name, moment in moments.items()}
+                    self._update(part.decay, part.master[span], gradient, mine, working, lr, step, scale, skip)
             self.parameters.publish(part)
         for part, average in zip(self.parameters.ranges, self.averages, strict=False):
             average.lerp_(part.master, (~skip).to(average.dtype) * (1.0 - self.ema))  # a bool times a float is fp32
@@ -56,20 +68,22 @@ class FlatOptimizer:
 
     def _update(
         self,
-        part: Range,
+        decayed: bool,
+        master: torch.Tensor,
+        gradient: torch.Tensor,
         moments: dict[str, torch.Tensor],
+        working: torch.Tensor | None,
         lr: float,
         step: torch.Tensor,
         scale: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
         config = self.config
-        decay = config.weight_decay if part.decay else 0.0
-        working = part.working if part.mixed else None
+        decay = config.weight_decay if decayed else 0.0
         if config.kind == "adamw":
             adamw_(
-                part.master,
-                part.gradient,
+                master,
+                gradient,
                 moments["exp_avg"],
                 moments["exp_avg_sq"],
                 lr=lr,
@@ -84,8 +98,8 @@ class FlatOptimizer:
             )
         else:
             sgd_(
-                part.master,
-                part.gradient,
+                master,
+                gradient,
                 moments.get("momentum"),
                 lr=lr,
                 momentum=config.momentum,

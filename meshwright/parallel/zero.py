@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class Part:
         self.size = (end - begin) // ways
         self.start = begin + rank * self.size
         self.decay, self.shared, self.counted, self.mixed = group.decay, group.shared, group.counted, group.mixed
+        self.offload = group.offload
         self.working = self._keep()
         self.master = self.buffer() if self.mixed else self.working
         self._own: torch.Tensor | None = None
@@ -64,7 +65,7 @@ class Part:
         return buffer[self.begin : self.end]
 
     def buffer(self) -> torch.Tensor:
-        return torch.zeros(self.size, dtype=master_dtype(self.group.dtype), device=self.group.device)
+        return self.group.state(self.size)
 
     @property
     def gradient(self) -> torch.Tensor:
@@ -73,7 +74,7 @@ class Part:
     def own_gradient(self) -> torch.Tensor:
         """From now on the gradient is a buffer of this piece alone, not a view of the group's."""
         if self._own is None:
-            self._own = self.buffer()
+            self._own = torch.zeros(self.size, dtype=master_dtype(self.group.dtype), device=self.group.device)
         return self._own
 
     def run_of(self, slot: Slot) -> Run | None:
@@ -149,31 +150,23 @@ class ShardedParameters(FlatParameters):
     def settle_shared(self) -> None:
         self._wait(self._shared)
 
-    @contextmanager
-    def masters(self) -> Iterator[None]:
-        """Whole masters are gathered for the time inside: g P bytes a rank, the size of a data-parallel gradient."""
-        self.settle()
-        whole = {id(group): self._gather(group) for group in self.groups}
-        for group, slot in self.each():
-            slot.parameter.data = slot.of(whole[id(group)])
-        try:
-            yield
-        finally:
-            for group, slot in self.each():
-                slot.parameter.data = group.view(slot)
-        for part in self.parts:
-            values = part.piece(whole[id(part.group)])
-            if values.data_ptr() != part.master.data_ptr():
-                part.master.copy_(values)
-        self.refresh()
-
-    def _gather(self, group: ShardedGroup) -> torch.Tensor:
+    def _gather(self, group: Group) -> torch.Tensor:
+        assert isinstance(group, ShardedGroup)  # `_new_group` makes no others
         if not group.mixed:
             return group.working
-        whole = group.buffer()
+        return self._gather_masters(group)
+
+    def _gather_masters(self, group: ShardedGroup) -> torch.Tensor:
+        whole = torch.zeros(group.size, dtype=master_dtype(group.dtype), device=group.device)
         for part in group.parts:
-            all_gather_single(part.whole(whole), part.master, group=self.group)
+            all_gather_single(part.whole(whole), part.master.to(group.device), group=self.group)
         return whole
+
+    def _scatter(self, group: Group, whole: torch.Tensor) -> None:
+        assert isinstance(group, ShardedGroup)
+        for part in group.parts:
+            if part.piece(whole).data_ptr() != part.master.data_ptr():
+                part.master.copy_(part.piece(whole))
 
     def _wait(self, parts: Sequence[Part]) -> None:
         for part in parts:

@@ -15,16 +15,22 @@ BUCKETS_IN_FLIGHT = 4
 
 @dataclass(frozen=True)
 class StateBytes:
-    """staging: the most that ZeRO-2 holds in buckets at any time; the others are there from step to step."""
+    """weights, gradients, optimizer: there on the device from step to step. gathered: the most whole weights that ZeRO-3 holds
+    beside them at any time. staging: the most that ZeRO-2 and ZeRO-3 hold of gradients that are filled or on their way. host:
+    what is kept in host memory.
+    """
 
     weights: float
     gradients: float
     optimizer: float
     staging: float = 0.0
+    gathered: float = 0.0
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.staging
+        """Of the device, at the worst moment."""
+        return self.weights + self.gradients + self.optimizer + self.staging + self.gathered
 
 
 def state_bytes(
@@ -36,29 +42,43 @@ def state_bytes(
     ema: bool = False,
     bucket_bytes: int = 32 * 2**20,
     largest: int = 0,
+    outside: int = 0,
+    block: int = 0,
+    gather: str = "twice",
+    offload: str = "none",
 ) -> StateBytes:
     """With P parameters of w bytes (bf16 and fp16 2, fp32 4, fp64 8), g = max(w, 4), N = dp_shard, k tensors of optimizer
-    state (moments, average where kept, masters where w < g):
+    state (moments, average where kept, masters where w < g), E parameters outside of the blocks and B in the largest block:
 
-                    weights   gradients                  optimizer
-        zero 0      w P       g P                        k g P
-        zero 1      w P       g P                        k g P / N
-        zero 2      w P       g P / N + staging          k g P / N
+                    weights   gradients                  optimizer     gathered
+        zero 0      w P       g P                        k g P         -
+        zero 1      w P       g P                        k g P / N     -
+        zero 2      w P       g P / N + staging          k g P / N     -
+        zero 3      w P / N   g P / N + staging          k g P / N     w (E + 2 B), or w P where they are gathered once
 
-    staging = 4 max(bucket, g * largest parameter), at most g P. One rank with one micro-step a step needs w P for gradients.
-    moments: 2 for AdamW, 1 for SGD with momentum, 0 without. Gaps between parameters (below 128 bytes each) and between
-    pieces (below 128 N bytes a bucket) are left out.
+    staging: of ZeRO-2 4 max(bucket, g * largest parameter), of ZeRO-3 g (E + 2 B); both at most g P. One rank with one
+    micro-step a step needs w P for gradients. moments: 2 for AdamW, 1 for SGD with momentum, 0 without. offload "optimizer"
+    keeps the optimizer's k, masters always among them, in host memory, "parameters" the weights of ZeRO-3 too; 4 windows of
+    at most 2^22 elements beside them. Gaps between parameters (below 128 bytes each) and between pieces (below 128 N bytes a
+    bucket) are left out.
     """
     weight = WEIGHT_BYTES[precision]
     wide = max(weight, 4)
-    kept = moments + ema + (weight < wide)
+    kept = moments + ema + (weight < wide or offload == "optimizer")
     shards = layout.dp_shard if layout.zero else 1
-    staging = 0
-    if layout.zero == 2:
-        staging = min(BUCKETS_IN_FLIGHT * max(bucket_bytes, wide * largest), wide * parameters)
+    unit = min(parameters, outside + 2 * block)
+    staging = {
+        2: min(BUCKETS_IN_FLIGHT * max(bucket_bytes, wide * largest), wide * parameters),
+        3: wide * unit,
+    }
+    weights = weight * parameters / (shards if layout.zero == 3 else 1)
+    optimizer = kept * wide * parameters / shards
+    away = {"none": 0.0, "optimizer": optimizer, "parameters": optimizer + weights}[offload]
     return StateBytes(
-        weights=weight * parameters,
-        gradients=wide * parameters / (shards if layout.zero == 2 else 1),
-        optimizer=kept * wide * parameters / shards,
-        staging=staging,
+        weights=0.0 if offload == "parameters" else weights,
+        gradients=wide * parameters / (shards if layout.zero >= 2 else 1),
+        optimizer=optimizer if offload == "none" else 0.0,
+        staging=staging.get(layout.zero, 0),
+        gathered=weight * (parameters if gather == "once" else unit) if layout.zero == 3 else 0.0,
+        host=away,
     )

@@ -98,6 +98,7 @@ class Job:
     ema: float = 0.0
     compile: str = "off"
     gather: str = "twice"
+    offload: str = "none"
     recompute: str = ""
     """"inside": a block's forward is a checkpoint; "outside": the whole block is, hooks included."""
     bucket_bytes: int = 2000
@@ -140,6 +141,7 @@ def build(job: Job, model: nn.Module | None = None) -> Engine:
                 overlap=job.overlap,
                 compile=job.compile,
                 gather=job.gather,
+                offload=job.offload,
                 bucket_mib=1,
             ),
             mesh=layout_mesh(layout) if job.world > 1 else None,

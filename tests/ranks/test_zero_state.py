@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -11,15 +10,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from meshwright.checkpoint import CheckpointStore
 from meshwright.parallel import zero
-from meshwright.parallel.apply import parallelize
-from meshwright.plan.memory import BUCKETS_IN_FLIGHT, state_bytes
-from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
-from tests.ranks.pool import joined, layout_mesh
+from tests.ranks.pool import joined
 from tests.ranks.replicas import Job, Outcome, _copy, build, loss_sum, make_batch, make_model, one_step
 from tests.ranks.test_zero import from_meta, job_of
 
@@ -147,98 +141,6 @@ def test_messages_and_bytes_of_a_step_are_those_of_the_page(ranks, stage):
         assert len(log["all-reduce"]) == buckets and sum(log["all-reduce"]) == 4 * elements // 2
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
-
-BIG = 12 * (2048 * 2048 + 2048) + 7 * 2048
-
-
-class Wide(nn.Module):
-    """50.4 M parameters; the last matrix is ragged over any number of shards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(12))
-        self.out = nn.Linear(2048, 7, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
-def bytes_held(job: Job) -> tuple[dict[str, int], int]:
-    """Bytes of the engine's storages after a step, each counted once, and the most that was staged."""
-    with torch.device("meta"):
-        model = Wide()
-    layout = job.layout or Layout(dp_replicate=job.world)
-    made = parallelize(
-        model,
-        plan=Plan(layout=layout, precision=job.precision),
-        mesh=layout_mesh(layout),
-        table=None,
-        optimizer=job.optimizer,
-        device=torch.device("cpu"),
-        ema=job.ema,
-    )
-    with made.masters() as masters, torch.no_grad():
-        for parameter in masters.parameters():
-            parameter.fill_(1e-3)
-    staged, peaks = weakref.WeakSet[torch.Tensor](), [0]
-    if isinstance(made.gradients, zero.StreamedGradients):
-        stage = made.gradients._stage
-
-        def counted(bucket: Any) -> torch.Tensor:
-            buffer = stage(bucket)
-            staged.add(buffer)
-            peaks[0] = max(peaks[0], sum(buffer.nbytes for buffer in staged))
-            return buffer
-
-        made.gradients._stage = counted  # type: ignore[method-assign]
-    for last in (False, True):
-        with made.backward_scope(last=last):
-            made.model(torch.ones(1, 2048, dtype=made.parameters.groups[0].dtype)).sum().backward()
-    made.finish()
-    made.update(1e-3, 1.0)
-    made.parameters.settle()
-    kinds = {
-        "weights": [group.working for group in made.parameters.groups],
-        "gradients": [part.gradient for part in made.parameters.ranges],
-        "optimizer": [m for moments in made.optimizer.moments for m in moments.values()] + made.optimizer.averages,
-    }
-    kinds["optimizer"] += [part.master for part in made.parameters.ranges if part.mixed]
-    return {kind: _storages(tensors) for kind, tensors in kinds.items()}, peaks[0]
-
-
-def _storages(tensors: list[torch.Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-@pytest.mark.parametrize(
-    ("layout", "precision", "ema"),
-    [
-        (Layout(dp_replicate=2), "bf16", 0.0),
-        (Layout(dp_shard=2, zero=1), "fp32", 0.0),
-        (Layout(dp_shard=2, zero=1), "bf16", 0.0),
-        (Layout(dp_shard=2, zero=2), "bf16", 0.9),
-        (Layout(dp_replicate=2, dp_shard=2, zero=2), "bf16", 0.0),
-    ],
-)
-def test_storages_follow_the_formula_within_2_percent(ranks, layout, precision, ema):
-    # Red when masters are kept whole, when the gradient of ZeRO-2 is, and when buckets are not given back.
-    job = Job(world=layout.world, layout=layout, precision=precision, ema=ema)
-    expected = state_bytes(BIG, precision, layout, ema=ema > 0, largest=2048 * 2048)
-    for held, peak in ranks(layout.world).run(bytes_held, job):
-        for kind, count in held.items():
-            assert count == pytest.approx(getattr(expected, kind), rel=0.02), kind
-        assert peak <= expected.staging
-        if layout.zero == 2:
-            assert peak > 0.3 * expected.staging
-
-
-def test_the_formula_and_the_engine_mean_the_same_number_of_buckets():
-    assert BUCKETS_IN_FLIGHT == zero.LAG + 2
-
-
 # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
 RING = [
@@ -248,7 +150,9 @@ RING = [
     job_of("2x2", 1),
     Job(world=4),
     job_of("2x2", 2),
+    job_of("4", 3),
     job_of("2", 2),
+    job_of("2x2", 3),
     Job(),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,6 +23,7 @@ from meshwright.models import build
 from meshwright.models.initialize import initialize, values_of
 from meshwright.parallel import tensor
 from meshwright.parallel.compile import compile_blocks
+from meshwright.parallel.engine import Axes
 from meshwright.parallel.sharing import Sharing
 from meshwright.parallel.tensor import split_tensors
 from meshwright.spec.box import Box
@@ -29,6 +31,7 @@ from meshwright.spec.labels import IGNORE
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.sharding import tensor_placements
+from meshwright.train.step import attention_seed
 from tests.ranks.pool import layout_mesh, mesh
 from tests.ranks.test_roles import Job, engine_of, place_of, whole_weights
 
@@ -337,6 +340,17 @@ def through_logits(sequence: bool) -> tuple[float, str]:
 def test_gradients_through_logits(ranks, sequence):
     value, name = max(ranks(3).run(through_logits, sequence))
     assert value < TOLERANCE, name
+
+
+def seeds(layout: Layout) -> int:
+    axes = Axes.of(layout_mesh(layout))
+    run = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(seed=1)), state=SimpleNamespace(step=3))
+    return attention_seed(SimpleNamespace(**vars(run), data_rank=place_of(layout)[0], engine=SimpleNamespace(axes=axes)))
+
+
+def test_attention_dropout_is_drawn_anew_for_other_heads(ranks):
+    # Red with: the seed of the data rank alone.
+    assert len(set(ranks(4).run(seeds, Layout(dp_replicate=2, tp=2)))) == 4
 
 
 def refusals() -> list[str]:

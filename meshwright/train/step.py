@@ -18,7 +18,7 @@ from meshwright.train.context import Context
 from meshwright.train.figures import pairs_of
 from meshwright.train.result import Agreed, StepResult
 
-__all__ = ["agree", "train_step"]
+__all__ = ["agree", "attention_seed", "train_step"]
 
 NOISE_EVERY = 10
 """Steps between two measurements of the gradient noise: each costs one more pass over this rank's gradient."""
@@ -48,7 +48,7 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
     """
     engine, clock, config = run.engine, run.clock, run.config
     if config.model.attention_dropout:  # hidden dropout needs no generator; attention kernels draw from torch's
-        torch.manual_seed(_generator_seed(config.run.seed, run.state.step, run.ranks.rank))  # also apart: heads and stages
+        torch.manual_seed(attention_seed(run))
     engine.measure_noise = config.train.noise_scale and run.state.step % NOISE_EVERY == 0
     engine.zero()
     # [loss sum, square norm of this part's mean gradient]; fp64, so that sums over ranks do not round
@@ -102,7 +102,10 @@ def _dropout_key(run: Context, batch: Batch) -> torch.Tensor | None:
     return position_keys(run.config.run.seed, batch.samples, torch.arange(batch.tokens.shape[1], device=run.device))
 
 
-def _generator_seed(*parts: int) -> int:
+def attention_seed(run: Context) -> int:
+    """Seed of torch's generator for this step, another one wherever samples, heads or layers are others."""
+    model = (dist.get_rank(group) for group in run.engine.axes.model.values())
+    parts = (run.config.run.seed, run.state.step, run.data_rank, *model)
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 

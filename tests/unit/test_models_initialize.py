@@ -133,7 +133,7 @@ def test_every_parameter_has_a_rule_that_fits(name, task):
 @pytest.mark.parametrize("chunk", [2**24, 4096])
 @pytest.mark.parametrize("name", ["up.weight", "down.weight", "up.bias", "out.weight"])
 def test_a_block_has_the_values_of_its_place(monkeypatch, name, chunk):
-    # Red with: the column offset dropped, rows counted from the start of the block, std of another rule.
+    # Red with: the column offset dropped, rows counted from the start of the block.
     monkeypatch.setitem(fill.__globals__, "_CHUNK_VALUES", chunk)
     config = ModelConfig(**{**recipe("debug"), "vocab": 100, "mlp_bias": True})
     model = build(config, "lm")

@@ -14,7 +14,7 @@ from meshwright.observe.clock import StepClock
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train import evaluate, step
-from tests.ranks.pipelines import CLIP, LR, Job, make_batches, objective_of, oracle
+from tests.ranks.pipelines import CLIP, LR, Job, make_batches, make_model, objective_of, oracle
 from tests.ranks.pool import joined, layout_mesh
 from tests.ranks.test_pipeline_engine import assemble
 
@@ -77,6 +77,12 @@ def test_a_step_of_two_by_two_ranks_is_that_of_two(ranks, schedule):
         for key in ("loss", "norm", "noise"):
             assert outcome[key] == pytest.approx(expected[key], rel=1e-12), key
         assert outcome["figures"] == pytest.approx(expected["figures"], rel=1e-12)
-    plain = oracle(replace(JOB, micros=4))
+    whole = replace(JOB, micros=4)
+    plain, model, objective = oracle(whole), make_model(whole).eval(), objective_of(whole)
+    model.load_state_dict(plain.weights, strict=False)
+    with torch.no_grad():
+        sums = sum(objective.evaluate(model, batch) for batch in make_batches(whole, 0))
+    assert expected["figures"]["val_loss"] == pytest.approx(objective.figures(sums)["val_loss"], rel=1e-12)
+    assert expected["figures"]["val_targets"] == 9 * float(sums[1])
     assert expected["loss"] == pytest.approx(plain.losses[0], rel=1e-12)
     assert expected["norm"] == pytest.approx(plain.norms[0], rel=1e-12)

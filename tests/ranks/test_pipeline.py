@@ -82,7 +82,7 @@ def test_compiled_blocks_run_backward_whole(ranks):
     check(ranks, Job("decoder", compile="eager", layers=2, steps=1, micros=2, **SHAPES["zero_bubble"]))
 
 
-# each was also tried by hand in the code: see the functions of FAULTS
+# the mutations themselves are in tests.ranks.pipelines: FAULTS
 @pytest.mark.parametrize(
     ("fault", "shape", "seen"),
     [

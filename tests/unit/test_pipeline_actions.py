@@ -63,7 +63,7 @@ def test_every_action_once_and_on_the_rank_of_its_stage(schedule, chunks):
                 assert len(actions) == len(expected) and set(actions) == expected
 
 
-# a schedule without the first round's size in `ahead` (rounds[-1] for rounds[0]) waits for ever at 3 ranks, 10 micro-batches
+# interleaved with the last round's size in `ahead` instead of the first one's waits for ever
 @every_case
 def test_no_rank_waits_for_ever(schedule, chunks):
     for ranks in RANKS:
@@ -129,7 +129,7 @@ def run_messages(lists: Sequence[Sequence[Action]], schedule: str, ranks: int) -
     assert not any(sends.values()) and not any(posted.values())
 
 
-# receives in the order in which they are needed, instead of that of the sends, turn interleaved with 2 ranks red
+# receives in the order in which they are needed, instead of that of the sends, are red
 @every_case
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_sends_and_receives_pair_up_and_no_link_blocks(schedule, chunks, ahead):
@@ -277,7 +277,7 @@ def torch_order(schedule: str, ranks: int, micros: int, chunks: int) -> list[tup
 NOTHING: tuple[list[Any], list[Any]] = ([()] * 32, [{}] * 32)
 
 
-# a canary for `pipeline_order` as well: with one forward more ahead of the first backward it is red for four of the five
+# a canary for `pipeline_order` as well: with one forward more ahead of the first backward it is red
 @every_case
 def test_the_order_is_torchs(schedule, chunks, monkeypatch):
     # placing its messages takes torch minutes for all cases, and only they depend on what is left out here

@@ -61,8 +61,7 @@ def overflow_on_each(plan: Plan) -> list[tuple[int, list[bool], list[float], boo
 
 @pytest.mark.parametrize(("layout", "schedule"), LAYOUTS, ids=lambda value: str(value))
 def test_an_infinite_gradient_on_any_rank_skips_the_step_on_all(ranks, layout, schedule):
-    # Red when ranks decide by their own norm (`agree_any` replaced by its argument and `reduce_sum` by its value), and when a
-    # copy of a parameter that does not count in the norm is not looked at.
+    # Red when ranks decide by their own norm (`agree_any` replaced by its argument and `reduce_sum` by its value).
     chunks = CHUNKS[schedule] if schedule else 1
     plan = Plan(layout, micro_batch=4, precision="fp16", schedule=schedule or "1f1b", chunks=chunks)
     if absent := unfit(plan, case_of("tied").config.model):

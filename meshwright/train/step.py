@@ -64,7 +64,11 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
     with clock.span("compute"):
         engine.run(len(data.micro), forward, engine.loss_scale / max(1, agreed.targets), taken, clock.waiting)
         engine.finish(clock.waiting)
-        sums[1] = _part_square(run, data, agreed)
+        square = _part_square(run, data, agreed)
+        if square is None:  # `sums[1] = nan` would copy from the host, and wait for the device
+            sums[1].fill_(math.nan)
+        else:
+            sums[1].copy_(square)
         with clock.waiting():
             if (pipeline := engine.axes.model.get("pp")) is not None:
                 dist.all_reduce(sums[:1], group=pipeline)  # the last stage has the loss, and all have the square norm
@@ -86,12 +90,12 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
     )
 
 
-def _part_square(run: Context, data: StepData, agreed: Agreed) -> torch.Tensor | float:
-    """Square norm of the mean gradient of this rank's rows (or of its first micro-step's); NaN if not measured."""
+def _part_square(run: Context, data: StepData, agreed: Agreed) -> torch.Tensor | None:
+    """Square norm of the mean gradient of this rank's rows (or of its first micro-step's); None if not measured."""
     squares = run.engine.micro_square_norms
     targets = data.micro[0].targets() if run.engine.gradients.noise_of_one_micro_step else data.targets
     if not squares or not targets:
-        return math.nan
+        return None
     return squares[0].double() * (agreed.targets / targets) ** 2
 
 

@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
         nproc: int | None = typer.Option(None, min=1, help="Ranks on this machine; default: one a device, two on a CPU."),
         devices: str | None = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),
         plan: str | None = typer.Option(
-            None, help="A plan.json, or JSON like '{\"layout\": {\"tp\": 2}}'. What it leaves out is chosen."
+            None, help='A plan.json, or JSON like \'{"layout": {"tp": 2}}\'. What it leaves out is chosen.'
         ),
         resume: str | None = typer.Option(
             None, help="A run folder, or 'latest' for run.dir: go on from its newest whole checkpoint."

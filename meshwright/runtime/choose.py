@@ -144,9 +144,7 @@ def _beside(world: int, *, tp: int, pp: int = 1) -> Iterator[Layout]:
     yield from (Layout(dp_shard=data, zero=stage, tp=tp, pp=pp) for stage in (1, 3))
 
 
-def _first_that_fits(
-    base: Plan, config: Config, world: int, local: int, device_bytes: int, task: str
-) -> tuple[Plan, str]:
+def _first_that_fits(base: Plan, config: Config, world: int, local: int, device_bytes: int, task: str) -> tuple[Plan, str]:
     told: list[str] = []
     for layout in _layouts(world, local):
         plan = replace(base, layout=layout, sequence_parallel=layout.tp == 1 or config.data.seq_len % layout.tp == 0)

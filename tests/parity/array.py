@@ -18,14 +18,12 @@ from meshwright.verify.layouts import CHUNKS
 from tests.parity.cells import LAYOUTS, SCHEDULES, Cell
 from tests.parity.models import MODELS
 
-__all__ = ["FILE", "alone", "candidates", "factors", "generate", "load", "missing", "stacks", "whole_product"]
+__all__ = ["FILE", "alone", "candidates", "factors", "generate", "load", "stacks", "whole_product"]
 
 FILE = Path(__file__).with_name("array.json")
 
 ALONE = ("data", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3", "tp")
 SMALL = 4
-NOT_THERE = "not available"
-"""What `spec.layout_rules` says of a strategy that does not exist; other refusals are for good."""
 RECOMPUTE = ("none", "selective", "full")
 COMPILE = ("off", "eager")
 
@@ -41,18 +39,8 @@ def shapes(largest: int) -> Iterator[Cell]:
                 continue
             for sequence in (True, False) if layout.tp > 1 else (True,):
                 cell = Cell(model, name, schedule, sequence_parallel=sequence)
-                if not impossible(cell):
+                if not cell.refused():
                     yield cell
-
-
-def missing(cell: Cell) -> list[str]:
-    """Strategies of the cell that this version does not have."""
-    return [finding.what for finding in cell.refused() if NOT_THERE in finding.what]
-
-
-def impossible(cell: Cell) -> list[str]:
-    """Why the cell can never run."""
-    return [finding.what for finding in cell.refused() if NOT_THERE not in finding.what]
 
 
 @functools.cache

@@ -17,9 +17,11 @@ from meshwright.errors import Finding
 from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import refused_for
+from meshwright.train.objectives import make_objective
 from meshwright.verify.cases import run
 from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
-from meshwright.verify.layouts import CHUNKS, unfit
+from meshwright.verify.layouts import CHUNKS
 from meshwright.verify.reference import Reference, reference
 from tests.parity.models import ROWS, STEPS, case_of, config_of
 from tests.ranks.pool import Pools, joined, layout_mesh
@@ -102,7 +104,9 @@ class Cell:
         )
 
     def refused(self) -> list[Finding]:
-        return unfit(self.plan, config_of(self.model).model)
+        config = config_of(self.model)
+        task = make_objective(config.objective, config.model.classes or 0).task
+        return refused_for(self.plan, config.model, task, config.data.seq_len)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

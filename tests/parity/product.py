@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"commit first: the code under {', '.join(CODE)} is not that of a commit")
     commit, known = git.code(), read()
     old = set(stale(known.values(), git))
-    cells = [cell for cell in array.whole_product()[part - 1 :: parts] if not array.missing(cell)]
+    cells = array.whole_product()[part - 1 :: parts]
     todo = [cell for cell in cells if cell.id not in known or cell.id in old]
     todo = todo[: args.limit] if args.limit else todo
     ranks, failed = Pools(), 0

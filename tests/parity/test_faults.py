@@ -13,10 +13,7 @@ from tests.parity.faults import FAULTS
 def test_a_fault_turns_cells_red(ranks, name):
     felt = [cell for cell in array.load() if FAULTS[name].felt(cell) and cell.world <= 4 and cell.compile == "off"]
     assert felt, "no cell of the array is meant to feel it"
-    there = [cell for cell in felt if not array.missing(cell)]
-    if not there:
-        pytest.skip("; ".join(array.missing(felt[0])))
-    for cell in there[:2]:
+    for cell in felt[:2]:
         assert run_cell(ranks, cell).over(limits_of(cell)) == [], "it must be the fault that is seen"
         found = run_cell(ranks, cell, fault=name).over(limits_of(cell))
         assert found, cell.id

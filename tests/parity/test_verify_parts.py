@@ -15,8 +15,8 @@ from meshwright.config.schema import ModelConfig
 from meshwright.distributed.piece import Piece
 from meshwright.errors import LayoutError
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_rules import refused
 from meshwright.spec.plan import Plan
+from meshwright.spec.plan_rules import refused
 from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
 from meshwright.verify.cover import pairs_of, pairwise
 from meshwright.verify.layouts import describe, factors, layouts, load_plans, plans, select
@@ -72,33 +72,33 @@ def test_a_covering_choice_is_small():
 @pytest.mark.parametrize("world", [1, 2, 4, 8, 6])
 def test_layouts_are_all_that_run(world):
     found = layouts(world)
-    assert len(set(found)) == len(found) and all(layout.world == world and not refused(layout) for layout in found)
+    assert len(set(found)) == len(found) and all(layout.world == world and not refused(Plan(layout)) for layout in found)
     wanted = {Layout(dp_replicate=world)} | ({Layout(dp_shard=world, zero=2)} if world > 1 else set())
     assert wanted <= set(found)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_chosen_plans_meet_every_layout_and_every_two_choices(world):
-    every = plans(world, Plan(micro_batch=64), MODEL, 16)
+    every = plans(world, Plan(micro_batch=64), MODEL, "lm", 64, 16)
     chosen = select(every, 16)
     assert {plan.layout for plan in chosen} == {plan.layout for plan in every}
     union = set().union(*(pairs_of(factors(plan, 16)) for plan in every))
     assert union == set().union(*(pairs_of(factors(plan, 16)) for plan in chosen)) and len(chosen) <= len(every)
-    assert all(plan.micro_batch <= 5 for plan in plans(world, Plan(micro_batch=5), MODEL, 64))
+    assert all(plan.micro_batch <= 5 for plan in plans(world, Plan(micro_batch=5), MODEL, "lm", 64, 64))
 
 
 def test_a_file_of_plans_says_what_is_wrong_with_each(tmp_path):
     base = Plan(Layout(dp_replicate=2), micro_batch=3, precision="fp64")
     path = tmp_path / "plans.json"
     path.write_text(json.dumps([{"layout": {"dp_shard": 2, "zero": 1}}, {"layout": {"dp_replicate": 2}, "overlap": False}]))
-    found = load_plans(str(path), 2, base, MODEL)
+    found = load_plans(str(path), 2, base, MODEL, "lm", 64)
     assert [plan.layout for plan in found] == [Layout(dp_shard=2, zero=1), Layout(dp_replicate=2)]
     assert all(plan.micro_batch == 3 and plan.precision == "fp64" for plan in found) and not found[1].overlap
     path.write_text(
         json.dumps([{"layout": {"dp_replicate": 4}}, {"typo": 1}, {"layout": {"dp_shard": 2}}, 3, {"precision": "fp32"}])
     )
     with pytest.raises(LayoutError) as caught:
-        load_plans(str(path), 2, base, MODEL)
+        load_plans(str(path), 2, base, MODEL, "lm", 64)
     said = str(caught.value)
     for words in (
         "plan 1: is for 4 ranks, but 2",
@@ -112,9 +112,9 @@ def test_a_file_of_plans_says_what_is_wrong_with_each(tmp_path):
     for text, words in (("[]", "holds no plan"), ("{", "is not JSON")):
         path.write_text(text)
         with pytest.raises(LayoutError, match=words):
-            load_plans(str(path), 2, base, MODEL)
+            load_plans(str(path), 2, base, MODEL, "lm", 64)
     with pytest.raises(LayoutError, match="cannot be read"):
-        load_plans(str(tmp_path / "none.json"), 2, base, MODEL)
+        load_plans(str(tmp_path / "none.json"), 2, base, MODEL, "lm", 64)
 
 
 def test_plans_in_words():

@@ -23,6 +23,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.pipeline import alive, pipeline_actions
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
+from meshwright.spec.stages import rebalance
 from tests.ranks.pipelines import MODELS, Job, StandIn, difference, forward_of, make_batches, make_model, oracle, train
 from tests.ranks.pool import layout_mesh
 

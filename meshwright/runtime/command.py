@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from meshwright.config.load import Resolved, load_config
-from meshwright.errors import ConfigError, Finding
+from meshwright.errors import ConfigError, Finding, counted
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.runtime.setup import Ready, Target, set_up
@@ -67,9 +67,12 @@ class TrainCommand:
     def launch(self, resolved: Resolved, show: Show, nodes: Nodes | None) -> int:
         """Start the ranks of this machine and wait for them. On several machines their rank 0 prepares, so that one does."""
         from meshwright.distributed.launch import launch
+        from meshwright.distributed.rendezvous import parse_endpoint
         from meshwright.observe.trace import Profile
 
         Profile(self.profile)  # a range that cannot be is refused before anything is prepared
+        if self.rdzv is not None:
+            parse_endpoint(self.rdzv)
         target, env = self._target(resolved)
         folder = RunFolder(resolved.config.run.dir)
         nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
@@ -83,7 +86,8 @@ class TrainCommand:
             )
             show(ready.resolved, ready)
         if self.dry_run:
-            _say("dry run: nothing was started")
+            kept = f"; prepared data stays in {folder.data} for the run" if folder.data.is_dir() else ""
+            _say(f"dry run: nothing was started{kept}")
             return 0
         code = launch(
             self._worker(folder, target.device_type, resume) if alone else ["-m", "meshwright", "train", *self._arguments()],
@@ -96,7 +100,7 @@ class TrainCommand:
             env=env,
         )
         if code == 0 and alone:
-            finish(folder)
+            finish(folder, self.profile)
         return code
 
     def _worker(self, folder: RunFolder, device_type: str, resume: bool) -> list[str]:
@@ -130,7 +134,7 @@ class TrainCommand:
         if not outcome.finished:  # an elastic agent says so itself, and would take a code for a failure
             return 0 if world.source == "elastic" else STOPPED
         if world.rank == 0:
-            finish(folder)
+            finish(folder, self.profile)
         return 0
 
     def _refuse_launching(self, world: World) -> None:
@@ -164,12 +168,14 @@ class TrainCommand:
             have = len(self.devices.split(","))
         world = self.nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
         if device_type != "cpu" and world > have:
-            raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
+            raise ConfigError(
+                findings=[Finding("--nproc", f"{counted(world, 'rank')} on {counted(have, 'device')}", f"Start at most {have}")]
+            )
         return Target(world, device_type, _device_bytes(device_type)), env
 
 
-def finish(folder: RunFolder) -> None:
-    """After the ranks are gone: the sample of generated text, the report, and where things are."""
+def finish(folder: RunFolder, profile: str | None) -> None:
+    """After the ranks are gone: the sample of generated text, the report, and where things are. profile: of --profile."""
     from meshwright.observe.report import write_report
     from meshwright.runtime.trained import continue_text, load_trained
 
@@ -181,6 +187,9 @@ def finish(folder: RunFolder) -> None:
         _say(f"sample: {text}")
     if log.report:
         _say(f"report: {write_report(folder.path)}")
+    if profile is not None:
+        traced = folder.profile.is_dir() and any(folder.profile.iterdir())
+        _say(f"profile: {folder.profile}" if traced else f"profile: none of the steps {profile} was run")
     _say(f"run folder: {folder.path}")
 
 

@@ -27,7 +27,13 @@ __all__ = [
     "NumericsError",
     "RankFailure",
     "UserError",
+    "counted",
 ]
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """ "1 document", "2,000 documents", "0 entries"."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,7 @@ class UserError(MeshwrightError):
     exit_code = 2
 
     def __init__(self, message: str = "", findings: Iterable[Finding] = ()):
-        self.findings = tuple(findings)
+        self.findings = tuple(dict.fromkeys(findings))  # the same file may serve twice, as when it is trained on and held out
         lines = [message] if message else []
         lines += [str(finding) for finding in self.findings]
         super().__init__("\n".join(lines))

@@ -23,11 +23,13 @@ from pathlib import Path
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from meshwright.checkpoint.reader import check_files
 from meshwright.checkpoint.writer import sync_folder
+from meshwright.config.schema import Config
 from meshwright.errors import CheckpointError, Finding
 
 __all__ = [
     "FolderLock",
     "Found",
+    "checkpoint_copies",
     "clean",
     "find",
     "make_partial",
@@ -245,3 +247,11 @@ def make_partial(path: Path, report: Report) -> None:
     if path.exists():
         _delete(path, report)
     path.mkdir(parents=True)
+
+
+def checkpoint_copies(config: Config, held_out: bool) -> int:
+    """Checkpoints that lie on the disk at the worst moment: the kept ones, the best, and a new one; 0: nothing is saved."""
+    best = config.evaluate.best and held_out
+    if config.checkpoint.every or (config.evaluate.every and best):
+        return config.checkpoint.keep + 1 + best
+    return int(config.checkpoint.final)

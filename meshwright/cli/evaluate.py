@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import typer
 
+from meshwright.cli.flags import said_as_flags
+
 EXAMPLE = "Example: meshwright evaluate runs/quickstart notes.txt --json"
 
 
@@ -23,9 +25,9 @@ def register(app: typer.Typer) -> None:
         from meshwright.runtime.evaluation import evaluate_run
 
         keys = {"text_key": text_key, "label_key": label_key, "encoding": encoding}
-        figures, notes = evaluate_run(
-            run, data, best=best, micro_batch=micro_batch, keys={key: value for key, value in keys.items() if value is not None}
-        )
+        given = {key: value for key, value in keys.items() if value is not None}
+        with said_as_flags(*keys):
+            figures, notes = evaluate_run(run, data, best=best, micro_batch=micro_batch, keys=given)
         for note in notes:
             typer.echo(note, err=True)
         if json:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from meshwright.cli.flags import said_as_flags
+from meshwright.errors import counted
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -60,7 +63,8 @@ def register(app: typer.Typer) -> None:
             raise ConfigError(findings=[Finding("--vocab", what, "Leave one of them out")])
         keys = {"format": format, "text_key": text_key, "label_key": label_key, "encoding": encoding}
         sources = [Source(path=path, **keys) for path in inputs]
-        with _Progress() as progress:
+        flags = ("text_key", "label_key", "on_bad_row", "encoding", "format")
+        with said_as_flags(*flags), _Progress() as progress:
             if tokenizer is None:
                 progress.say("training a tokenizer on the corpus")
             config = TokenizerConfig(path=tokenizer, vocab=vocab or TokenizerConfig().vocab)
@@ -128,7 +132,7 @@ def progress_line(update: Update) -> str:
     share = min(1.0, update.read / update.total) if update.total else 1.0
     rate = update.bytes / update.seconds / 1e6 if update.seconds else 0.0
     left = f", {update.seconds * (1 - share) / share:,.0f} s left" if 0 < share < 1 else ""
-    counts = f"{update.documents:,} documents, {update.tokens:,} tokens"
+    counts = f"{counted(update.documents, 'document')}, {counted(update.tokens, 'token')}"
     lost = f", {update.empty:,} empty, {update.skipped:,} skipped" if update.empty or update.skipped else ""
     return f"{share:4.0%}  {counts}{lost}, {rate:.2f} MB/s{left}"
 
@@ -151,17 +155,17 @@ def _summary(made: Manifest, out: Path, progress: _Progress, as_json: bool) -> N
     if as_json:
         print(json.dumps(values, ensure_ascii=False))
         return
-    text = f"{made.bytes / 1e6:,.1f} MB" if made.bytes >= 1e5 else f"{made.bytes:,} bytes"
-    print(f"{out}: {made.documents:,} documents, {made.tokens:,} tokens of a vocabulary of {made.vocab_size:,}, {text} of text")
-    print(f"{made.empty:,} empty documents and {made.skipped:,} bad rows were left out")
+    text = f"{made.bytes / 1e6:,.1f} MB" if made.bytes >= 1e5 else counted(made.bytes, "byte")
+    held = f"{counted(made.documents, 'document')}, {counted(made.tokens, 'token')} of a vocabulary of {made.vocab_size:,}"
+    print(f"{out}: {held}, {text} of text")
+    print(f"left out: {counted(made.empty, 'empty document')} and {counted(made.skipped, 'bad row')}")
     for line in made.first_skipped[:5]:
         print(f"  {line}")
     if set(_encodings(made)) - {"utf-8"}:
-        print("encodings: " + ", ".join(f"{count} files {name}" for name, count in _encodings(made).items()))
+        print("encodings: " + ", ".join(f"{counted(count, 'file')} {name}" for name, count in _encodings(made).items()))
     if made.label_names is not None:
-        print(
-            f"{len(made.label_names)} labels: {', '.join(made.label_names[:10])}{' ...' if len(made.label_names) > 10 else ''}"
-        )
+        more = " ..." if len(made.label_names) > 10 else ""
+        print(f"{counted(len(made.label_names), 'label')}: {', '.join(made.label_names[:10])}{more}")
     if not made.tokenizer["suffix"]:
         print("the tokenizer has no end-of-text token, so documents end without one")
     if seconds and not progress.ready:

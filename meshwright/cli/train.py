@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from meshwright.errors import counted
+
 if TYPE_CHECKING:
     from meshwright.config.load import Resolved
     from meshwright.runtime.setup import Ready
@@ -70,8 +72,12 @@ def show(resolved: Resolved, ready: Ready) -> None:
     plan = ready.plan
     config = ready.resolved.config
     accumulation = plan.accumulation(config.train.batch)
-    steps = "until the hours are spent" if ready.budget.steps is None else f"{ready.budget.steps} steps"
-    typer.echo(f"data: {ready.rows:,} rows of {config.data.seq_len} tokens an epoch; {steps}")
+    steps = "until the hours are spent" if ready.budget.steps is None else counted(ready.budget.steps, "step")
+    length = config.data.seq_len
+    held_out = (
+        f"{counted(ready.held_out, 'row')} ({counted(ready.held_out * length, 'token')})" if ready.held_out else "nothing"
+    )
+    typer.echo(f"data: {counted(ready.rows, 'row')} of {counted(length, 'token')} an epoch, held out: {held_out}; {steps}")
     typer.echo(
         f"plan: {plan.layout.dp} data-parallel ranks x {accumulation} micro-steps x {plan.micro_batch} rows, "
         f"{', '.join(plan.described())} ({plan.reason})"

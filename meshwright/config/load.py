@@ -19,7 +19,7 @@ from meshwright.config.check import check
 from meshwright.config.recipes import recipe
 from meshwright.config.schema import Config
 from meshwright.config.yaml_source import YamlSource, parse_scalar, read_yaml
-from meshwright.errors import ConfigError, Finding
+from meshwright.errors import ConfigError, Finding, counted
 
 __all__ = ["Resolved", "json_schema", "load_config", "resolve"]
 
@@ -108,12 +108,16 @@ def _apply_overrides(values: dict[str, Any], origin: dict[str, str], overrides: 
 
 
 def _put(values: Any, path: list[str], value: Any) -> str | None:
-    """Set a nested value in dicts and lists (a number is a list index). Returns what is wrong, if anything."""
+    """Set a nested value in dicts and lists (a number is a list index; the next one, or 0 where there is no list yet, adds an
+    entry). Returns what is wrong, if anything."""
     for i, step in enumerate(path):
         last = i == len(path) - 1
         if isinstance(values, list):
+            if step == str(len(values)):
+                values.append(None if last else {})
             if not step.isdigit() or int(step) >= len(values):
-                return f"{'.'.join(path[:i])} has {len(values)} entries, numbered from 0; {step!r} is none of them"
+                have = counted(len(values), "entry", "entries")
+                return f"{'.'.join(path[:i])} has {have}, numbered from 0; {step!r} is none of them"
             if last:
                 values[int(step)] = value
             else:
@@ -123,7 +127,7 @@ def _put(values: Any, path: list[str], value: Any) -> str | None:
                 values[step] = value
             else:
                 if values.get(step) is None:
-                    values[step] = {}
+                    values[step] = [] if path[i + 1].isdigit() else {}
                 values = values[step]
         else:
             return f"{'.'.join(path[:i])} is a single value and has no {step!r} inside"

@@ -106,7 +106,9 @@ class ModelConfig(Section):
 
 class Source(Section):
     path: str = Field(
-        ..., description="File, folder or glob; 'embedded' is the text found on this machine; or a prepared folder."
+        ...,
+        description="File, folder or glob; 'embedded' is the text found on this machine, 'embedded:zh' the Chinese text in "
+        "its Debian packages; or a prepared folder.",
     )
     weight: Positive | None = Field(None, description="Share of the samples in a blend; all sources or none carry one.")
     format: Literal["auto", "txt", "jsonl", "parquet", "csv"] = Field("auto", description="auto: by the ending of the name.")
@@ -208,8 +210,8 @@ class LossScaleConfig(Section):
 
     initial: Positive = Field(65536.0, description="Scale of the first step.")
     static: bool = Field(False, description="Keep the initial scale.")
-    growth: Positive = Field(2.0, description="Factor after `interval` steps without overflow.")
-    backoff: Positive = Field(0.5, description="Factor after an overflow.")
+    growth: Annotated[float, Field(ge=1)] = Field(2.0, description="Factor after `interval` steps without overflow.")
+    backoff: Annotated[float, Field(gt=0, lt=1)] = Field(0.5, description="Factor after an overflow.")
     interval: Count = Field(1000, description="Steps without overflow before the scale grows.")
     hysteresis: Count = Field(1, description="The scale falls at this many overflows since it last grew.")
     floor: Positive = Field(1.0, description="Lowest scale.")

@@ -10,7 +10,7 @@ import numpy as np
 from meshwright.config.schema import Config, Source
 from meshwright.data.blend import check_weights
 from meshwright.data.rows import Store
-from meshwright.errors import Finding
+from meshwright.errors import Finding, counted
 
 __all__ = ["PreparedStore", "TokenizerInfo", "check_rows", "check_settings", "check_stores"]
 
@@ -91,14 +91,16 @@ def check_stores(
     for source, store in pairs:
         if store.tokenizer_fingerprint != tokenizer.fingerprint:
             what = (
-                f"was prepared with tokenizer {store.tokenizer_fingerprint[:12]} ({store.vocab_size} tokens), "
-                f"the run has {tokenizer.fingerprint[:12]} ({tokenizer.vocab_size} tokens)"
+                f"was prepared with tokenizer {store.tokenizer_fingerprint[:12]} ({counted(store.vocab_size, 'token')}), "
+                f"the run has {tokenizer.fingerprint[:12]} ({counted(tokenizer.vocab_size, 'token')})"
             )
             findings.append(
                 Finding(source.path, what, "Prepare it again, or set data.tokenizer.path to the one it was made with")
             )
         if not store.tokens:
-            findings.append(Finding(source.path, f"has {store.documents} documents and no tokens", "Name a file with text"))
+            findings.append(
+                Finding(source.path, f"has {counted(store.documents, 'document')} and no tokens", "Name a file with text")
+            )
         if config.objective.response_only and store.prompt_lengths is None:
             what = "has no prompt and response, which objective.response_only needs"
             findings.append(Finding(source.path, what, "Use rows with both, or drop the option"))
@@ -109,32 +111,35 @@ def check_stores(
 
 def _check_labels(config: Config, source: Source, store: PreparedStore, expected: Sequence[str] | None) -> list[Finding]:
     if store.labels is None or store.label_names is None:
-        return [Finding(source.path, "has no labels, which classify needs", "Set label_key of this source")]
+        fix = "Set label_key of this source; a prepared folder is made with --objective classify --label-key KEY"
+        return [Finding(source.path, "has no labels, which classify needs", fix)]
     names = list(store.label_names)
     if expected is not None and names != list(expected):
         what = f"has the labels {names}, the first training corpus has {list(expected)}"
         return [Finding(source.path, what, "Prepare all corpora with the same labels")]
     if config.model.classes is not None and len(names) > config.model.classes:
-        what = f"is {config.model.classes}, but {source.path} has {len(names)} labels"
+        what = f"is {config.model.classes}, but {source.path} has {counted(len(names), 'label')}"
         return [Finding("model.classes", what, f"Set it to {len(names)}, or leave it out")]
     labels = np.asarray(store.labels)
     wrong = np.flatnonzero((labels < 0) | (labels >= len(names)))
     if wrong.size:
-        what = f"{wrong.size} documents have a label outside 0 .. {len(names) - 1}, the first is document {int(wrong[0])}"
+        what = (
+            f"a label outside 0 .. {len(names) - 1} in {counted(wrong.size, 'document')}, the first is number {int(wrong[0])}"
+        )
         return [Finding(source.path, what, "Prepare it again")]
     return []
 
 
 def check_rows(config: Config, rows: Sequence[int]) -> list[Finding]:
-    """Corpora without rows, and corpora that together do not fill one step."""
+    """Corpora without rows, and corpora that together do not fill one step where a smaller one is dropped."""
     findings = [
         Finding(source.path, "gives no row: its training documents have no tokens", "Name a file with text")
         for source, count in zip(config.data.train, rows, strict=True)
         if not count
     ]
-    if 0 < sum(rows) < config.train.batch:
+    if 0 < sum(rows) < config.train.batch and config.train.tail == "drop":
         total, batch, seq_len = sum(rows), config.train.batch, config.data.seq_len
-        what = f"the corpus has {total} rows of {seq_len} tokens, fewer than one global batch of {batch}"
-        fix = f"Set train.batch to {total} or less, data.seq_len lower, or add text"
+        what = f"the corpus has {counted(total, 'row')} of {counted(seq_len, 'token')}, fewer than one global batch of {batch}"
+        fix = f"Set train.batch to {total} or less, train.tail: step, data.seq_len lower, or add text"
         findings.append(Finding("data.train", what, fix))
     return findings

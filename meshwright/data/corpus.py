@@ -45,7 +45,7 @@ def _python_files() -> tuple[list[tuple[Path, str]], list[Finding]]:
         found += [(Path(here, file), "txt") for file in sorted(names) if file.endswith(".py")]
     if len(found) < 100:
         what = f"only {len(found) - 1} sources of the standard library; this Python was installed without them"
-        return [], [Finding("embedded", what, "Name a corpus of your own: data.train")]
+        return [], [Finding("embedded", what, "Name a corpus of your own")]
     return [pair for pair in found if pair[1] != "txt" or _is_text(pair[0])], []
 
 

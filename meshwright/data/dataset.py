@@ -14,7 +14,7 @@ from meshwright.data.blend import Concatenation, Order, order_of
 from meshwright.data.checks import PreparedStore, TokenizerInfo, check_rows, check_settings, check_stores
 from meshwright.data.masking import Masking
 from meshwright.data.rows import Cut, DocumentRows, Rows, StreamRows, Subset
-from meshwright.errors import ConfigError, DataError, Finding
+from meshwright.errors import ConfigError, DataError, Finding, counted
 
 __all__ = ["Dataset", "Frame", "Row", "RowDataset", "build_datasets"]
 
@@ -134,8 +134,8 @@ def _notes(corpora: Sequence[Rows], seq_len: int) -> list[str]:
     whole = [rows for rows in corpora if isinstance(rows, DocumentRows)]
     truncated, empty = sum(rows.truncated for rows in whole), sum(rows.empty for rows in whole)
     documents = sum(rows.subset.documents for rows in whole)
-    notes = [f"{truncated} of {documents} documents are longer than {seq_len} tokens and were cut"] if truncated else []
-    return notes + ([f"{empty} of {documents} documents have no tokens and give no row"] if empty else [])
+    notes = [f"longer than {seq_len} tokens and cut: {truncated} of {counted(documents, 'document')}"] if truncated else []
+    return notes + ([f"without tokens, so without a row: {empty} of {counted(documents, 'document')}"] if empty else [])
 
 
 def build_datasets(
@@ -172,7 +172,15 @@ def build_datasets(
     rows = [corpus.rows for corpus in corpora]
     if not sum(rows):
         documents = sum(subset.documents for subset in held)
-        _refuse([Finding("data.valid", f"the {documents} held-out documents have no tokens", "Hold out more, or other files")])
+        _refuse(
+            [
+                Finding(
+                    "data.valid",
+                    f"there are no tokens in {counted(documents, 'held-out document')}",
+                    "Hold out more, or other files",
+                )
+            ]
+        )
     order = Concatenation(rows, _HELD_OUT_SEED)
     return train, _dataset(config, corpora, order, tokenizer, task, _HELD_OUT_SEED, label_names)
 
@@ -194,7 +202,7 @@ def _split(
     if not held and not config.evaluate.every:  # nobody asked for figures on held-out text, so a tiny corpus may do without
         return [part for part, _ in pairs], []
     if not held or any(not part.documents for part, _ in pairs):
-        what = f"{fraction} of {total} documents is {held} held out and {total - held} to train on"
+        what = f"{fraction} of {counted(total, 'document')} is {held} held out and {total - held} to train on"
         largest = max(store.documents for store in train_stores)
         change = "Set it lower" if held else f"Set it to {1 / largest:.2g} or more"
         options = [change] if largest > 1 else []  # a single document cannot be shared out

@@ -27,7 +27,7 @@ from meshwright.data.sources import Entry, find
 from meshwright.data.streams import BLOCK, Meter
 from meshwright.data.tokenize import Form, Job
 from meshwright.data.tokenizer import Tokenizer
-from meshwright.errors import DataError, DeviceError, Finding
+from meshwright.errors import DataError, DeviceError, Finding, counted
 
 if TYPE_CHECKING:
     from meshwright.config.schema import Source
@@ -354,7 +354,8 @@ class _Run:
     def _no_documents(self, output: Output) -> DataError:
         totals = output.totals
         counts = (
-            f"{sum(map(len, self.entries))} files with {self.total} bytes, {totals.empty} empty and {totals.skipped} bad rows"
+            f"{counted(sum(map(len, self.entries)), 'file')} with {counted(self.total, 'byte')}, "
+            f"{totals.empty} empty and {counted(totals.skipped, 'bad row')}"
         )
         where = ", ".join(source.path for source in self.sources[:5])
         first = f"; the first bad one: {output.first_skipped[0]}" if output.first_skipped else ""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.data import corpus, encoding
 from meshwright.data.streams import compression_of
-from meshwright.errors import DataError, Finding
+from meshwright.errors import DataError, Finding, counted
 
 if TYPE_CHECKING:
     from meshwright.config.schema import Source
@@ -154,7 +154,7 @@ def _entries(source: Source, paths: Sequence[Path]) -> tuple[list[Entry], list[F
             entries.append(_entry(path, str(path), kind))
     if not entries and not problems:
         others = sorted({path.suffix or path.name for path in paths})[:5]
-        what = f"none of its {len(paths)} files is {known} (it has {', '.join(others)})"
+        what = f"has {counted(len(paths), 'file')}, none of them {known} (it has {', '.join(others)})"
         problems.append(Finding(source.path, what, "Set format: txt, jsonl, parquet or csv to read them as that"))
     return entries, problems
 

@@ -21,7 +21,8 @@ def pick(
     """
     if temperature == 0.0:
         return int(logits_V.argmax())
-    sorted_V, order_V = (logits_V.double() / temperature).sort(descending=True, stable=True)
+    sorted_V, order_V = logits_V.double().sort(descending=True, stable=True)
+    sorted_V = (sorted_V - sorted_V[0]) / temperature  # at most 0: a tiny temperature overflows to -inf, which is no chance
     if top_k:
         sorted_V = sorted_V[:top_k]
     probability_V = sorted_V.softmax(0)
@@ -31,7 +32,7 @@ def pick(
     return int(order_V[torch.multinomial(kept_V, 1, generator=generator)])
 
 
-def _refuse(model: nn.Module, ids: list[int], max_tokens: int, temperature: float, top_k: int, top_p: float) -> None:
+def _refuse(model: nn.Module, ids: list[int], max_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> None:
     limit = getattr(model, "max_len", None)
     found = []
     if not ids:
@@ -43,6 +44,7 @@ def _refuse(model: nn.Module, ids: list[int], max_tokens: int, temperature: floa
         ("temperature", temperature, not 0 <= temperature < float("inf"), "Use 0 (greedy) or more"),
         ("top_k", top_k, top_k < 0, "Use 0 (all) or more"),
         ("top_p", top_p, not 0 < top_p <= 1, "Use a share above 0, at most 1"),
+        ("seed", seed, not 0 <= seed < 2**63, "Use 0 to 2**63 - 1"),
     ):
         if wrong:
             found.append(Finding(key, f"{value} makes no sense", fix))
@@ -68,7 +70,7 @@ def generate(
     with `seed`, so that equal logits give equal tokens on any device. Raises DataError for an empty or too long prompt
     and for settings out of range.
     """
-    _refuse(model, ids, max_tokens, temperature, top_k, top_p)
+    _refuse(model, ids, max_tokens, temperature, top_k, top_p, seed)
     device = next(model.parameters()).device
     limit = getattr(model, "max_len", None)
     room = max_tokens if limit is None else min(max_tokens, limit - len(ids))

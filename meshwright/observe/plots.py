@@ -75,7 +75,7 @@ def figures(records: Records) -> list[tuple[str, go.Figure]]:
         ),
         (
             "fp16 only. It halves when a gradient overflows (that step is skipped) and grows again later.",
-            _curves(records, "loss scale", "scale", {"loss scale": _at("loss_scale")}, log=True),
+            _curves(records, "loss scale", "scale", {"loss scale": _scaled}, log=True) if any(map(_scaled, records)) else None,
         ),
         (
             "Rows a step beyond which a larger batch hardly helps (S / |G|^2). A global batch several times above it "
@@ -94,6 +94,11 @@ def _at(*path: str, scale: float = 1.0) -> Callable[[dict[str, Any]], float | No
         return value * scale if isinstance(value, (int, float)) else None
 
     return look
+
+
+def _scaled(record: dict[str, Any]) -> float | None:
+    """The loss scale; None where the loss is not scaled, which other precisions than fp16 note as 1."""
+    return value if (value := _at("loss_scale")(record)) != 1.0 else None
 
 
 def thin(steps: list[int], values: Values, limit: int = _POINTS) -> tuple[list[int], Values]:

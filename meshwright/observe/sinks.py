@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 from meshwright.config.schema import LogConfig
 from meshwright.errors import ConfigError, Finding
 
-__all__ = ["Sink", "TensorBoardSink", "WandbSink", "open_sink"]
+__all__ = ["Sink", "TensorBoardSink", "WandbSink", "missing_sinks", "open_sink"]
+
+_WANDB = Finding("log.wandb", "Weights & Biases is not installed", "pip install 'meshwright[wandb]', or log.wandb: false")
 
 
 class Sink:
@@ -57,13 +60,7 @@ class WandbSink(Sink):
         try:
             import wandb
         except ImportError:
-            raise ConfigError(
-                findings=[
-                    Finding(
-                        "log.wandb", "Weights & Biases is not installed", "pip install 'meshwright[wandb]', or log.wandb: false"
-                    )
-                ]
-            ) from None
+            raise ConfigError(findings=[_WANDB]) from None
         identity = Path(run_dir) / "wandb_id"
         if not identity.exists():
             identity.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
@@ -104,3 +101,8 @@ def open_sink(log: LogConfig, run_dir: str | Path, config: dict[str, Any], resum
     if log.tensorboard:
         sinks.append(TensorBoardSink(Path(run_dir) / "tensorboard", resume_step))
     return sinks[0] if len(sinks) == 1 else _Several(sinks) if sinks else Sink()
+
+
+def missing_sinks(log: LogConfig) -> list[Finding]:
+    """Libraries that `log` asks for and that are not installed."""
+    return [_WANDB] if log.wandb and importlib.util.find_spec("wandb") is None else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +41,8 @@ class Summary:
     last_loss: float | None = None
     val_loss: float | None = None
     perplexity: float | None = None
+    best_val_loss: float | None = None
+    best_step: int | None = None
     skipped: int = 0
     usage: dict[str, float | None] = field(default_factory=dict)
 
@@ -65,6 +68,8 @@ def summarise(
     newest = [record for record in records if record.get("process") == records[-1].get("process")]
     losses = [record["loss"] for record in records if record.get("loss") is not None]
     held_out = [record["val_loss"] for record in records if record.get("val_loss") is not None]
+    finite = [record for record in records if record.get("val_loss") is not None and math.isfinite(record["val_loss"])]
+    best = min(finite, key=lambda record: record["val_loss"], default=None)
     return Summary(
         steps=records[-1]["step"] if records else 0,
         tokens=records[-1].get("tokens", 0) if records else 0,
@@ -80,6 +85,8 @@ def summarise(
         last_loss=losses[-1] if losses else None,
         val_loss=held_out[-1] if held_out else None,
         perplexity=perplexity(held_out[-1]) if any("val_perplexity" in record for record in records) else None,
+        best_val_loss=best["val_loss"] if best and len(held_out) > 1 else None,
+        best_step=best["step"] if best and len(held_out) > 1 else None,
         skipped=records[-1].get("skipped") or 0 if records else 0,
         usage=dict(usage or {}),
     )
@@ -116,6 +123,8 @@ def rows_of(summary: Summary) -> list[tuple[str, str]]:
     if summary.val_loss is not None:
         more = f" (perplexity {summary.perplexity:.4g})" if summary.perplexity is not None else ""
         rows.append(("held-out loss", f"{summary.val_loss:.4f}{more}"))
+    if summary.best_val_loss is not None:
+        rows.append(("best held-out loss", f"{summary.best_val_loss:.4f} at step {summary.best_step}"))
     if summary.tokens_per_s is not None:
         rows.append(("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.tokens_per_s / summary.devices:,.0f} a device)"))
     if summary.samples_per_s is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config.load import Resolved, load_config
-from meshwright.errors import ConfigError, Finding
+from meshwright.errors import ConfigError, Finding, counted
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.runtime.rebalance import rebalanced
@@ -69,9 +69,12 @@ class TrainCommand:
     def launch(self, resolved: Resolved, show: Show, nodes: Nodes | None) -> int:
         """Start the ranks of this machine and wait for them. On several machines their rank 0 prepares, so that one does."""
         from meshwright.distributed.launch import launch
+        from meshwright.distributed.rendezvous import parse_endpoint
         from meshwright.observe.trace import Profile
 
         Profile(self.profile)  # a range that cannot be is refused before anything is prepared
+        if self.rdzv is not None:
+            parse_endpoint(self.rdzv)
         target, env = target_of(resolved, self.nproc, self.devices)
         folder = RunFolder(resolved.config.run.dir)
         nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
@@ -85,7 +88,8 @@ class TrainCommand:
             )
             show(ready.resolved, ready)
         if self.dry_run:
-            _say("dry run: nothing was started")
+            kept = f"; prepared data stays in {folder.data} for the run" if folder.data.is_dir() else ""
+            _say(f"dry run: nothing was started{kept}")
             return 0
         code = launch(
             self._worker(folder, target.device_type, resume) if alone else ["-m", "meshwright", "train", *self._arguments()],
@@ -98,7 +102,7 @@ class TrainCommand:
             env=env,
         )
         if code == 0 and alone:
-            finish(folder)
+            finish(folder, self.profile)
         return code
 
     def _plan(self, folder: RunFolder) -> dict[str, Any] | None:
@@ -144,7 +148,7 @@ class TrainCommand:
         if not outcome.finished:  # an elastic agent says so itself, and would take a code for a failure
             return 0 if world.source == "elastic" else STOPPED
         if world.rank == 0:
-            finish(folder)
+            finish(folder, self.profile)
         return 0
 
     def _refuse_launching(self, world: World) -> None:
@@ -183,12 +187,13 @@ def target_of(resolved: Resolved, nproc: int | None = None, chosen: str | None =
         have = len(chosen.split(","))
     world = nproc or (have if device_type != "cpu" else devices.default_ranks(device_type))
     if device_type != "cpu" and world > have:
-        raise ConfigError(findings=[Finding("--nproc", f"{world} ranks on {have} devices", f"Start at most {have}")])
+        what = f"{counted(world, 'rank')} on {counted(have, 'device')}"
+        raise ConfigError(findings=[Finding("--nproc", what, f"Start at most {have}")])
     return Target(world, device_type, _device_bytes(device_type), local=world), env
 
 
-def finish(folder: RunFolder) -> None:
-    """After the ranks are gone: the sample of generated text, the report, and where things are."""
+def finish(folder: RunFolder, profile: str | None) -> None:
+    """After the ranks are gone: the sample of generated text, the report, and where things are. profile: of --profile."""
     from meshwright.observe.report import write_report
     from meshwright.runtime.trained import continue_text, load_trained
 
@@ -200,6 +205,9 @@ def finish(folder: RunFolder) -> None:
         _say(f"sample: {text}")
     if log.report:
         _say(f"report: {write_report(folder.path)}")
+    if profile is not None:
+        traced = folder.profile.is_dir() and any(folder.profile.iterdir())
+        _say(f"profile: {folder.profile}" if traced else f"profile: none of the steps {profile} was run")
     _say(f"run folder: {folder.path}")
 
 

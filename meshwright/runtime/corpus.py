@@ -40,13 +40,20 @@ class Corpus:
             raise DataError(
                 findings=[Finding(str(folder / _NAME), f"cannot be read: {error}", "Prepare the run again")]
             ) from None
-        return cls(tuple(map(Path, values["train"])), tuple(map(Path, values["valid"])), Path(values["tokenizer"]))
+        train, valid = (tuple(folder / path for path in values[kind]) for kind in ("train", "valid"))
+        return cls(train, valid, folder / values["tokenizer"])
 
     def save(self, folder: Path) -> None:
+        """What lies inside `folder` is noted relative to it, so that a run folder can be moved; the rest by its whole path."""
+
+        def noted(path: Path) -> str:
+            inside = path.is_relative_to(folder.absolute())
+            return str(path.relative_to(folder.absolute()) if inside else path)
+
         values = {
-            "train": list(map(str, self.train)),
-            "valid": list(map(str, self.valid)),
-            "tokenizer": str(self.tokenizer_path),
+            "train": list(map(noted, self.train)),
+            "valid": list(map(noted, self.valid)),
+            "tokenizer": noted(self.tokenizer_path),
         }
         (folder / _NAME).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
@@ -72,6 +79,18 @@ class Corpus:
         from meshwright.data.sources import MANIFEST
 
         return tuple(hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest() for path in (*self.train, *self.valid))
+
+    def other_forms(self, task: str) -> list[str]:
+        """A line for each store that was prepared for another objective than the head `task` has, and serves all the same."""
+        from meshwright.data.manifest import Manifest
+
+        wanted = _FORMS[task]
+        made = {path: Manifest.read(path).objective for path in (*self.train, *self.valid)}
+        return [
+            f"{path} was prepared for {form}, this run is {wanted}: its documents are used as they were framed then"
+            for path, form in made.items()
+            if form != wanted
+        ]
 
     def label_names(self) -> tuple[str, ...]:
         """Names of the classes of the training corpora, in the order of their numbers; empty without labels."""

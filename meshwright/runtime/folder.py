@@ -30,6 +30,10 @@ class RunFolder:
         return self.path / "plan.json"
 
     @property
+    def profile(self) -> Path:
+        return self.path / "profile"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -35,9 +35,23 @@ def load_modules(paths: Sequence[str]) -> None:
             spec.loader.exec_module(module)
         except MeshwrightError:
             raise
-        except Exception as error:  # whatever the user's file does wrong is the user's to mend
+        except (Exception, SystemExit) as error:  # whatever the user's file does wrong is the user's to mend
             del sys.modules[name]
-            line = traceback.extract_tb(error.__traceback__)[-1].lineno
-            findings.append(Finding(f"{path}:{line}", f"{type(error).__name__}: {error}"))
+            findings.append(Finding(_place(path, error), _told(error)))
     if findings:
         raise ConfigError(findings=findings)
+
+
+def _place(path: str, error: BaseException) -> str:
+    """FILE:LINE of the mistake: where the text cannot be read as Python, else where it was raised."""
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        return f"{error.filename or path}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [frame for frame in frames if Path(frame.filename).resolve() == Path(path).resolve()]
+    return f"{path}:{(mine or frames)[-1].lineno}"
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"ends the program (exit code {error.code}); a module is loaded by every rank and must come to its end"
+    return f"{type(error).__name__}: {error.msg if isinstance(error, SyntaxError) else error}"

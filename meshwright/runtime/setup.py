@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.retain import FolderLock
+from meshwright.checkpoint import retain
+from meshwright.checkpoint.retain import FolderLock, checkpoint_copies
+from meshwright.checkpoint.ticket import readable
 from meshwright.config.load import Resolved
 from meshwright.config.schema import Config
-from meshwright.errors import ConfigError, DataError, Finding, LayoutError, MeshwrightError
+from meshwright.errors import ConfigError, DataError, DeviceError, Finding, LayoutError, MeshwrightError, counted
+from meshwright.observe.metrics import read_metrics
+from meshwright.observe.sinks import missing_sinks
 from meshwright.observe.trace import Profile
+from meshwright.plan.memory import WEIGHT_BYTES
 from meshwright.runtime.choose import choose_plan
 from meshwright.runtime.corpus import Corpus, prepare_corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_run, saved_meta
 from meshwright.spec import model_rules
+from meshwright.spec.counts import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
 from meshwright.train.objectives import make_objective
@@ -40,13 +47,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Ready:
-    """A run that can be started: its folder holds config, plan and data."""
+    """A run that can be started: its folder holds config, plan and data. rows, held_out: to train on in an epoch, and not."""
 
     resolved: Resolved
     plan: Plan
     budget: Budget
     corpus: Corpus
     rows: int
+    held_out: int
 
 
 def set_up(
@@ -67,11 +75,14 @@ def set_up(
     """
     task = make_objective(resolved.config.objective, 2).task
     early = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
+    early += missing_sinks(resolved.config.log)
     if early:
         raise ConfigError(findings=early)
     folder.create(resume=resume)
     if resume:
         FolderLock(folder.checkpoints, LOCK_PATIENCE).release()  # refused here while another process trains in this folder
+        if folder.metrics.is_file():
+            read_metrics(folder.metrics)  # its lines are kept: damaged ones are refused before anything is written
     try:
         ready = _prepare(resolved, target, folder, task, plan, resume, profile, say)
     except MeshwrightError:
@@ -114,7 +125,10 @@ def _prepare(
         say(f"nothing is held out: data.valid_fraction {config.data.valid_fraction} of so few documents is none")
     if config.evaluate.every and valid_data is None:
         raise DataError(findings=[Finding("evaluate.every", "nothing is held out", "Set data.valid or data.valid_fraction")])
-    if saved is not None:
+    if saved is None:
+        for note in corpus.other_forms(task):
+            say(note)
+    else:
         now = identity(config, train_data.rows, tokenizer.fingerprint, corpus.digests())
         refuse_other_run(now, saved[1]["identity"], saved[0])
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
@@ -132,7 +146,42 @@ def _prepare(
     )
     if findings := _unfit(chosen, config, target, task):
         raise LayoutError(findings=findings)
-    return Ready(resolved, chosen, budget, corpus, train_data.rows)
+    held_out = valid_data.rows if valid_data is not None else 0
+    copies = checkpoint_copies(config, held_out > 0)
+    if copies:
+        _refuse_small_disk(config, task, folder, copies)
+    else:
+        say("nothing of this run will be saved: checkpoint.final is false and checkpoint.every 0")
+    if saved is not None and (note := _finished(config, budget, saved)):
+        say(note)
+    return Ready(resolved, chosen, budget, corpus, train_data.rows, held_out)
+
+
+def _refuse_small_disk(config: Config, task: str, folder: RunFolder, copies: int) -> None:
+    """Before ranks are started, by the parameters' count; the ranks look again when they know each byte."""
+    if config.model.arch not in ("decoder", "encoder"):
+        return  # a registered model counts its parameters itself, once it is built
+    optimizer = config.train.optimizer
+    kept = 1 + (2 if optimizer.kind == "adamw" else int(optimizer.momentum > 0)) + (config.train.ema > 0)
+    size = kept * max(4, WEIGHT_BYTES[config.precision]) * parameter_count(config.model, task)
+    present = sum(found.manifest.total_bytes for found in retain.find(folder.checkpoints) if found.manifest)
+    need, free = max(size, copies * size - present), shutil.disk_usage(folder.path).free
+    if need > free:
+        each = f"{counted(copies, 'checkpoint')} of about {readable(size)}"
+        what = f"room for {each} is needed: {readable(need)} more, {readable(free)} are free"
+        fix = "Free space, lower checkpoint.keep, or use another run.dir"
+        raise DeviceError(findings=[Finding(str(folder.checkpoints), what, fix)])
+
+
+def _finished(config: Config, budget: Budget, saved: tuple[Path, dict[str, Any]]) -> str:
+    """What to say where a resumed run has nothing left to do; else empty."""
+    state, train = saved[1]["state"], config.train
+    step, hours = state["step"], train.hours
+    if budget.spent(step) is None and not (hours is not None and state["seconds"] >= hours * 3600):
+        return ""
+    limits = [f"train.{key}" for key in ("steps", "tokens", "epochs", "hours") if getattr(train, key) is not None]
+    raised = " and ".join(limits) or "train.epochs (1 where nothing is given)"
+    return f"this run is finished: {counted(step, 'step')} of {budget.steps or step} done. To go on, raise {raised}"
 
 
 def _plan_before(folder: RunFolder, config: Config, world: int) -> dict[str, Any] | None:

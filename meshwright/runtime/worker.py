@@ -196,7 +196,7 @@ def build_context(
         clock=StepClock(ranks.device),
         recorder=recorder,
         progress=progress,
-        profile=Profile(job.profile, job.folder.path / "profile", rank=ranks.rank, device=ranks.device, total=budget.steps),
+        profile=Profile(job.profile, job.folder.profile, rank=ranks.rank, device=ranks.device, total=budget.steps),
         stop=stop,
         watchdog=Watchdog(grace=config.run.grace, timeout=config.run.timeout, stop=stop),
         budget=budget,

@@ -29,10 +29,6 @@ class Refusal:
         return getattr(plan.layout if head else plan, leaf)
 
 
-def _split_backward(plan: Plan) -> bool:
-    return plan.schedule in ("zero_bubble", "zbv")
-
-
 REFUSALS = (
     Refusal("layout.cp", lambda plan: plan.layout.cp > 1, "context parallelism is not available", "Use cp: 1"),
     Refusal("layout.ep", lambda plan: plan.layout.ep > 1, "expert parallelism is not available", "Use ep: 1"),
@@ -98,9 +94,9 @@ REFUSALS = (
     ),
     Refusal(
         "offload_activations",
-        lambda plan: plan.offload_activations and plan.compile != "off",
-        "a compiled block decides by itself what it keeps for backward",
-        "Use compile: off, or recompute",
+        lambda plan: plan.offload_activations and plan.recompute == "selective" and plan.compile == "off",
+        "what selective recompute keeps is out of its reach in eager execution",
+        "Use recompute: full or none, or compiled blocks",
     ),
     Refusal(
         "offload",

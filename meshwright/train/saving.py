@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from meshwright import __version__
+from meshwright.checkpoint.retain import checkpoint_copies
 from meshwright.config.load import flatten
 from meshwright.config.schema import Config
 from meshwright.train.context import Context
@@ -21,15 +22,9 @@ __all__ = ["check_room", "restore", "save"]
 def check_room(run: Context) -> None:
     """Refuse to start on a disk that cannot hold what will lie on it at the worst moment: the kept checkpoints, the best one
     and a new one beside them. Raises DeviceError with needed and free bytes."""
-    config = run.config
-    best = config.evaluate.best and run.valid_loader is not None
-    if config.checkpoint.every or (config.evaluate.every and best):
-        copies = config.checkpoint.keep + 1 + best
-    elif config.checkpoint.final:
-        copies = 1
-    else:
-        return
-    run.store.check_space(run.engine.parameters_state(), copies=copies)
+    copies = checkpoint_copies(run.config, run.valid_loader is not None)
+    if copies:
+        run.store.check_space(run.engine.parameters_state(), copies=copies)
 
 
 def save(run: Context) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.config.schema import ScheduleConfig, TrainConfig
-from meshwright.errors import ConfigError, Finding
+from meshwright.errors import ConfigError, Finding, counted
 
 __all__ = ["Budget", "batch_at", "learning_rate", "learning_rate_factor", "peak_learning_rate", "total_steps"]
 
@@ -71,7 +71,7 @@ class Budget:
 
     def spent(self, step: int) -> str | None:
         """Why the run is over, or None. Hours are decided by one rank's clock (see `train.step.agree`)."""
-        return f"{step} steps done" if self.steps is not None and step >= self.steps else None
+        return f"{counted(step, 'step')} done" if self.steps is not None and step >= self.steps else None
 
 
 def total_steps(train: TrainConfig, rows_per_epoch: int, seq_len: int) -> Budget:

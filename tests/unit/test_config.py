@@ -85,12 +85,27 @@ def test_missing_and_unreadable_files(tmp_path):
 def test_overrides_reach_lists_and_refuse_what_is_not_there(tmp_path):
     path = write(tmp_path, "data: {train: [{path: a.txt}]}\n")
     assert load_config(path, ["--data.train.0.text_key=body"]).config.data.train[0].text_key == "body"
-    with pytest.raises(ConfigError, match="has 1 entries"):
-        load_config(path, ["--data.train.1.text_key=body"])
+    with pytest.raises(ConfigError, match="has 1 entry, numbered from 0; '2' is none of them"):
+        load_config(path, ["--data.train.2.path=b.txt"])
     with pytest.raises(ConfigError, match="given twice, as '1' and '2'"):
         load_config(path, ["--train.batch=1", "--train.batch=2"])
     with pytest.raises(ConfigError, match="not of the form"):
         load_config(path, ["train.batch=1"])
+
+
+def test_overrides_begin_a_list_and_add_to_it(tmp_path):
+    path = write(tmp_path, "data: {train: [{path: a.txt}]}\n")
+    flags = ["--data.valid.0.path=b.txt", "--data.valid.0.text_key=body", "--data.valid.1.path=c.txt", "--data.train.1.path=d"]
+    data = load_config(path, flags).config.data
+    assert [(source.path, source.text_key) for source in data.valid] == [("b.txt", "body"), ("c.txt", "text")]
+    assert [source.path for source in data.train] == ["a.txt", "d"]
+    with pytest.raises(ConfigError, match=r"data\.train\.1\.path: field required"):
+        load_config(path, ["--data.train.1.text_key=body"])
+    bare = write(tmp_path, "train: {batch: 2}\n")
+    assert load_config(bare, ["--data.train.0.path=e"]).config.data.train[0].path == "e"
+    assert load_config(bare, ["--run.modules.0=mine.py"]).config.run.modules == ["mine.py"]
+    with pytest.raises(ConfigError, match=r"data\.valid has 0 entries, numbered from 0; '1' is none of them"):
+        load_config(bare, ["--data.valid.1.path=f"])
 
 
 def test_schema_names_every_section_and_is_json():

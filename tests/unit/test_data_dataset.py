@@ -103,7 +103,7 @@ def test_classified_rows_have_one_label_and_say_what_was_cut():
     ]
     assert all(row.labels.shape == () and row.positions is None for row in rows_of(train))
     assert (train.label_names, train.classes) == (("bad", "good"), 2)
-    assert train.notes == ("1 of 3 documents are longer than 8 tokens and were cut",)
+    assert train.notes == ("longer than 8 tokens and cut: 1 of 3 documents",)
 
 
 def test_only_responses_are_targets():
@@ -151,20 +151,21 @@ def test_a_held_out_part_that_would_be_empty_is_refused_with_the_numbers():
     )
     assert build_datasets(config(data={"valid_fraction": 0.33}), [counting([8] * 3)], [], Words())[1].rows == 1
     text = refusal(DataError, config(data={"valid_fraction": 0.5}, **asked), [counting([8])], [], Words())
-    assert "0.5 of 1 documents is 0 held out" in text and "Set it to 0 for no evaluation, or name files" in text
+    assert "0.5 of 1 document is 0 held out" in text and "Set it to 0 for no evaluation, or name files" in text
     for fraction in (0.0, 0.05):  # where no figures were asked for, a corpus that is too small to share out does without
         train, valid = build_datasets(config(data={"valid_fraction": fraction}), [counting([8] * 3)], [], Words())
         assert train.rows == 3 and valid is None
     text = refusal(DataError, config(data={"valid_fraction": 0.9}), [counting([8] * 3)], [], Words())
     assert "is 3 held out and 0 to train on" in text
     text = refusal(DataError, config(data={"valid": [{"path": "held"}]}), [counting([8])], [FakeStore([[]])], Words())
-    assert "held: has 1 documents and no tokens" in text
+    assert "held: has 1 document and no tokens" in text
 
 
 def test_a_corpus_smaller_than_one_batch_is_refused_with_the_numbers():
-    text = refusal(DataError, config(train={"batch": 11}), [counting([80])], [], Words())
+    text = refusal(DataError, config(train={"batch": 11, "tail": "drop"}), [counting([80])], [], Words())
     assert "10 rows of 8 tokens" in text and "global batch of 11" in text and "Set train.batch to 10" in text
-    assert build_datasets(config(train={"batch": 10}), [counting([80])], [], Words())[0].rows == 10
+    for fits in ({"batch": 10, "tail": "drop"}, {"batch": 11, "tail": "step"}):
+        assert build_datasets(config(train=fits), [counting([80])], [], Words())[0].rows == 10
 
 
 def test_every_setting_that_does_not_fit_is_named_at_once():
@@ -216,7 +217,7 @@ def test_labels_are_checked():
         DataError, settings, [good, swapped], [], Words()
     )
     wrong = labelled([[4, 5]] * 3, [0, 2, -1], ["x", "y"])
-    assert "2 documents have a label outside 0 .. 1, the first is document 1" in refusal(
+    assert "a label outside 0 .. 1 in 2 documents, the first is number 1" in refusal(
         DataError, settings, [good, wrong], [], Words()
     )
     three = labelled([[4, 5]] * 3, [0, 2, 1], ["x", "y", "z"])

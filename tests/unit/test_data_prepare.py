@@ -504,7 +504,7 @@ def test_the_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (summary["documents"], summary["empty"], summary["skipped"], summary["vocab"]) == (2, 1, 0, summary["vocab"])
     assert main(arguments) == 0
     output = capsys.readouterr()
-    assert "2 documents" in output.out and "1 empty documents and 0 bad rows" in output.out
+    assert "2 documents" in output.out and "left out: 1 empty document and 0 bad rows" in output.out
     assert "nothing to do" in output.err
     Manifest.read(tmp_path / "out")
 

@@ -42,8 +42,8 @@ def test_max_len_ends_it():
 
 def test_refusals_come_all_at_once():
     with pytest.raises(DataError) as raised:
-        generate(Next(), [], max_tokens=-1, temperature=-1.0, top_k=-2, top_p=0.0)
-    assert [f.where for f in raised.value.findings] == ["prompt", "max_tokens", "temperature", "top_k", "top_p"]
+        generate(Next(), [], max_tokens=-1, temperature=-1.0, top_k=-2, top_p=0.0, seed=2**63)
+    assert [f.where for f in raised.value.findings] == ["prompt", "max_tokens", "temperature", "top_k", "top_p", "seed"]
 
 
 def shares(logits: list[float], draws: int = 4000, **settings) -> torch.Tensor:
@@ -62,6 +62,11 @@ def test_sampling_follows_the_probabilities():
     assert (shares(logits, top_p=0.6) - torch.tensor([0, 0, 3 / 7, 4 / 7])).abs().max() < 0.032
     assert shares(logits, top_p=0.01).tolist() == [0, 0, 0, 1]
     assert shares([1.0, 1.0, 0.0], draws=5, temperature=0.0).tolist() == [1, 0, 0]
+    assert shares([1.0, 2.0, -3.0], draws=5, temperature=1e-320).tolist() == [
+        0,
+        1,
+        0,
+    ]  # red where it divides first: not a number
 
 
 def test_a_seed_gives_the_same_text_and_the_model_is_left_alone():

@@ -112,6 +112,16 @@ def test_a_run_of_one_step_with_nothing_beside_it(tmp_path: Path) -> None:
     assert "not recorded" in page.text and page.plots == 6
 
 
+def test_only_a_loss_that_is_scaled_has_a_curve_of_its_scale() -> None:
+    from meshwright.observe.plots import figures
+
+    def titles(*scales: float) -> list[str]:
+        records = [line(step, loss_scale=scale) for step, scale in enumerate(scales, start=1)]
+        return [figure.layout.title.text for _, figure in figures(records)]
+
+    assert "loss scale" not in titles(1.0, 1.0) and "loss scale" in titles(2.0, 1.0)
+
+
 def test_steps_that_are_not_finite_are_named(tmp_path: Path) -> None:
     lines = [line(s) for s in range(1, 31)]
     for step in (7, 8):

@@ -56,7 +56,7 @@ REFUSED = {
     "schedule": Plan(schedule="zbv"),
     "split": Plan(split=(3, 3)),
     "recompute_every": Plan(recompute_every=2),
-    "offload_activations": Plan(offload_activations=True, compile="eager"),
+    "offload_activations": Plan(offload_activations=True, recompute="selective"),
     "offload": Plan(Layout(dp_shard=2, zero=2), offload="parameters"),
 }
 

@@ -24,7 +24,7 @@ from meshwright.parallel.deferred import Deferral
 from meshwright.parallel.links import Links, pairs_of
 from meshwright.parallel.pipeline_runner import Pipeline
 from meshwright.parallel.sharing import Sharing
-from meshwright.spec.pipeline import check_schedule, rank_of, splits_backward, stage_of
+from meshwright.spec.pipeline import rank_of, splits_backward, stage_of
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.stages import balance, check_split, layer_costs, spans
@@ -147,7 +147,7 @@ def cut(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Stages:
     if ranks == 1 or mesh is None:
         return Stages(model, plan)
     count = ranks * plan.chunks
-    findings = [*_check_model(model), *check_schedule(plan.schedule, plan.chunks)]
+    findings = _check_model(model)
     if not findings:
         findings = check_split(plan.split, len(model.layers), count)  # type: ignore[arg-type]  # checked: it has layers
     if findings:

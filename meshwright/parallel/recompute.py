@@ -38,20 +38,20 @@ KEPT = frozenset(
         "aten::_scaled_dot_product_cudnn_attention",
         "aten::_scaled_dot_product_fused_attention_overrideable",
         "torch_attn::_varlen_attn",
+        "meshwright::all_sum",
+        "meshwright::scatter_sum",
     }
 )
-"""Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators."""
+"""Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators, and
+the sums over tensor-parallel ranks behind them."""
 
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:
     """Wraps the modules of `model.layers`, which may hold None, in place as the plan says; call it before they are compiled.
 
     Blocks 0, n, 2n, ... are recomputed, with n = plan.recompute_every. The results are those without it, bit for bit in eager
-    execution. Raises LayoutError for a model without `layers`, and where the plan's settings do nothing together.
+    execution. Raises LayoutError for a model without `layers`.
     """
-    findings = _refused(plan)
-    if findings:
-        raise LayoutError(findings=findings)
     if plan.recompute == "none" and not plan.offload_activations:
         return
     blocks = getattr(model, "layers", None)
@@ -67,17 +67,6 @@ def recompute_blocks(model: nn.Module, plan: Plan) -> None:
             block.forward = _recomputed(block.forward, plan.recompute, _draws(block))
         if plan.offload_activations:
             offload(block, host)
-
-
-def _refused(plan: Plan) -> list[Finding]:
-    findings = []
-    if plan.recompute == "none" and plan.recompute_every > 1:
-        what = f"{plan.recompute_every}, but nothing is recomputed"
-        findings.append(Finding("plan.recompute_every", what, "Set recompute, or recompute_every: 1"))
-    if plan.offload_activations and plan.recompute == "selective" and plan.compile == "off":
-        what = "what selective recompute keeps is out of its reach unless blocks are compiled"
-        findings.append(Finding("plan.offload_activations", what, "Use recompute: full or none, or compile"))
-    return findings
 
 
 def _draws(block: nn.Module) -> bool:

@@ -40,6 +40,7 @@ from meshwright.kernels.vocab_cross_entropy import vocab_cross_entropy
 from meshwright.models.heads import LanguageHead, LossParts
 from meshwright.models.layers import MLP, Attention, Layer
 from meshwright.models.trunk import Trunk
+from meshwright.parallel.deferred import Deferral, deferred_linear
 from meshwright.parallel.sharing import Sharing
 from meshwright.spec.box import Box
 from meshwright.spec.placement import Placement
@@ -196,13 +197,16 @@ class RowParallel(nn.Module):
     """A linear layer of which this rank holds columns of the weight: its result is summed over the ranks, then the bias
     is added, once."""
 
+    deferrable = True
+
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, axis: TensorAxis):
         super().__init__()
         self.weight, self.bias, self.axis = weight, bias, axis
+        self.deferral: Deferral | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Features of this rank [B, S, F] -> [B, P, D]."""
-        y_BPD = self.axis.leave(F.linear(x, self.weight))
+        y_BPD = self.axis.leave(deferred_linear(x, self.weight, None, self.deferral))
         return y_BPD if self.bias is None else y_BPD + self.bias
 
 

@@ -20,8 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from meshwright.errors import Finding
-
 __all__ = [
     "BACKWARD",
     "FORWARD",
@@ -36,7 +34,6 @@ __all__ = [
     "Timeline",
     "alive",
     "bubble",
-    "check_schedule",
     "forward_actions",
     "peer",
     "pipeline_actions",
@@ -64,17 +61,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}"
-
-
-def check_schedule(schedule: str, chunks: int) -> list[Finding]:
-    """Why a schedule cannot have this many stages on a rank; empty if it can."""
-    if schedule in ("gpipe", "1f1b") and chunks != 1:
-        return [Finding("plan.chunks", f"{chunks}, but {schedule} has one stage a rank", "Use chunks: 1, or interleaved")]
-    if schedule == "zbv" and chunks != 2:
-        return [Finding("plan.chunks", f"{chunks}, but zbv has two stages a rank", "Use chunks: 2, or zero_bubble")]
-    if schedule == "interleaved" and chunks < 2:
-        return [Finding("plan.chunks", "1, but interleaved has several stages a rank", "Use chunks: 2, or 1f1b")]
-    return []
 
 
 def splits_backward(schedule: str) -> bool:

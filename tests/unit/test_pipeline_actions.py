@@ -20,14 +20,12 @@ from meshwright.spec.pipeline import (
     INPUT,
     RECEIVE_ACTIVATION,
     RECEIVE_GRADIENT,
-    SCHEDULES,
     SEND_ACTIVATION,
     SEND_GRADIENT,
     WEIGHT,
     Action,
     alive,
     bubble,
-    check_schedule,
     forward_actions,
     peer,
     pipeline_actions,
@@ -39,7 +37,14 @@ from meshwright.spec.pipeline import (
 )
 
 RANKS, MICROS = range(2, 9), range(1, 33)
-CASES = [(schedule, chunks) for schedule in SCHEDULES for chunks in (1, 2, 3) if not check_schedule(schedule, chunks)]
+CASES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    *(("zero_bubble", n) for n in (1, 2, 3)),
+    ("zbv", 2),
+]
 COMPUTED = (FORWARD, BACKWARD, INPUT, WEIGHT)
 every_case = pytest.mark.parametrize(("schedule", "chunks"), CASES)
 
@@ -193,13 +198,6 @@ def test_a_deadlock_is_found():
     actions = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0), Action("B", 1, 0)]]
     with pytest.raises(ValueError, match="wait for each other at 0B0, 1F0"):
         simulate(actions, lambda action: 1.0)
-
-
-def test_chunks_that_a_schedule_cannot_have_are_refused():
-    for schedule, chunks in (("gpipe", 2), ("1f1b", 3), ("zbv", 1), ("zbv", 3), ("interleaved", 1)):
-        (finding,) = check_schedule(schedule, chunks)
-        assert finding.where == "plan.chunks" and str(chunks) in finding.what and "Use chunks" in finding.fix
-    assert not check_schedule("zero_bubble", 1) and not check_schedule("zero_bubble", 4)
 
 
 # ---- torch's own --------------------------------------------------------------------------------------------------------

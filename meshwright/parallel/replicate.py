@@ -19,6 +19,7 @@ did before.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -91,8 +92,9 @@ class Gradients:
         self._begun = self._split = self._settled = False
         self._at_once = overlap
         """Whether a bucket is started as soon as it is full."""
-        for owner, slot in parameters.each():
-            slot.parameter.register_post_accumulate_grad_hook(self._hook(owner, slot))
+        arrived = _weakly(self)
+        for slot in parameters.slots:
+            slot.parameter.register_post_accumulate_grad_hook(arrived)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -216,12 +218,6 @@ class Gradients:
     def _measured_in_part(self) -> bool:
         return self.noise_of_one_micro_step and (self._split or -1 in self._lanes)
 
-    def _hook(self, group: Group, slot: Slot) -> Callable[[torch.Tensor], None]:
-        def arrived(parameter: torch.Tensor) -> None:
-            self._arrive(group, slot, parameter)
-
-        return arrived
-
     def _within(self, slot: Slot) -> _Scope:
         """The present scope. Raises MeshwrightError where it is none of this parameter's."""
         scope = self._scope
@@ -231,7 +227,8 @@ class Gradients:
             raise MeshwrightError(f"backward of chunk {scope.lane.chunk} reached {slot.name} of chunk {slot.unit[0]}")
         return scope
 
-    def _arrive(self, group: Group, slot: Slot, parameter: torch.Tensor) -> None:
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        group, slot = self._home[id(parameter)]
         scope = self._within(slot)
         gradient = parameter.grad
         assert gradient is not None  # autograd has just set it
@@ -373,6 +370,18 @@ class Gradients:
     def _note_square(self, values: torch.Tensor) -> None:
         square = square_norm(values)
         self.square_norms = [self.square_norms[0] + square] if self.square_norms else [square]
+
+
+def _weakly(gradients: Gradients) -> Callable[[torch.Tensor], None]:
+    """A hook on parameters that does not keep the buffers alive: Python's collector does not see through autograd's hooks."""
+    reference = weakref.ref(gradients)
+
+    def arrived(parameter: torch.Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive._arrive(parameter)
+
+    return arrived
 
 
 def second_gradient(slot: Slot) -> MeshwrightError:

@@ -328,8 +328,8 @@ class _Done:
 _arrive = replicate.Gradients._arrive
 
 
-def _overwriting(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
-    slot.touched = False
+def _overwriting(self: replicate.Gradients, parameter: torch.Tensor) -> None:
+    self._home[id(parameter)][1].touched = False
     if parameter.grad is not None and self._lanes[0].scopes > 1:
         parameter.grad = parameter.grad * 0.5  # away from the flat view, so that it is copied over it
-    _arrive(self, group, slot, parameter)
+    _arrive(self, parameter)

@@ -166,10 +166,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"zero{c.layout.zero}-{c.precision}-{c.gather}-{c.offload}")
 def test_storages_follow_the_formula_within_2_percent(ranks, case):
-    # Red when masters are kept whole, when the gradient of ZeRO-2 is, when buckets are not given back, when ZeRO-3 looks two
-    # blocks ahead, and when a block's weights stay.
+    # Storages that nobody accounts for fail too: it was red while hooks kept the buffers of engines before alive.
     expected = state_bytes(
         PARAMETERS,
         case.precision,

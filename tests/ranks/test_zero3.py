@@ -40,8 +40,8 @@ GATHERS = ("twice", "once")
 @pytest.mark.parametrize("recompute", ["", "inside", "outside"])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_recompute_finds_its_weights(ranks, recompute, gather, precision):
-    # A checkpoint inside the hooks runs the forward again without them, one around the block runs them again. Red when
-    # what is computed again releases weights (its own backward comes next), and when it counts as a visit.
+    # A checkpoint inside the hooks runs the forward again without them, one around the block runs them again. "inside" is red
+    # when backward does not gather at a block's output; "outside" finds its weights by the block's own hook too.
     job = job_of("2", 3, accumulation=2, recompute=recompute, gather=gather, precision=precision)
     plain = ranks(2).run(train, job_of("2", 2, accumulation=2, precision=precision))[0]
     for outcome in ranks(2).run(train, job):
@@ -145,7 +145,7 @@ def ledger_of(job: Job) -> tuple[list[str], int, int, int, dict[str, int]]:
 
 
 def test_one_block_ahead_and_no_more(ranks):
-    # Red without prefetching, with two ahead, and when a block is kept after its use.
+    # Every event is written down: without prefetching the order differs.
     job = job_of("2", 3, accumulation=2)
     for log, peak, received, after, sizes in ranks(2).run(ledger_of, job):
         runs = list(dict.fromkeys(log[: log.index("forward 3") + 1]))  # a unit has two buckets, decayed and not
@@ -231,7 +231,8 @@ def filled(job: Job) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_filling_one_parameter_after_another(ranks, precision, stage):
-    # The same losses as from a model that came filled. Red when working weights, masters or averages do not follow.
+    # The same losses as from a model that came filled. Red when working weights do not follow,
+    # and when frozen parameters are left out.
     job = job_of("2", stage, precision=precision, ema=0.5) if stage else Job(world=2, precision=precision, ema=0.5)
     assert ranks(2).run(filled, job)[0] == train_losses(ranks, job)
 
@@ -274,7 +275,7 @@ def _gradients(engine: Engine) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("ahead", [2, 4])
 def test_forwards_may_run_ahead_of_backward(ranks, ahead, gather):
-    # Red when a backward forgets what another micro-batch of the chunk still needs.
+    # Red when the rest is not gathered again before a backward.
     job = job_of("2", 3, gather=gather)
     expected = ranks(2).run(ahead_of_backward, job_of("2", 2), 1)
     serial = ranks(2).run(ahead_of_backward, job, 1)
@@ -337,8 +338,8 @@ def chosen(job: Job, listed: bool) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("listed", [True, False])
 @pytest.mark.parametrize("gather", GATHERS)
 def test_a_weight_that_one_rank_does_not_use(ranks, gather, listed):
-    # Gathers and reductions keep one order on all ranks. Hung (or mixed up tensors) when a unit was reduced as soon as its
-    # gradients were there.
+    # Gathers and reductions keep one order on all ranks. A unit that waited for all its gradients
+    # would wait for ever on one rank.
     model = Chosen(listed)
     for rank in range(2):
         for block in model.layers if listed else model.blocks.values():

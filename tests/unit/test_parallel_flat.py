@@ -10,8 +10,11 @@ from torch import nn
 
 from meshwright.config.schema import OptimizerConfig
 from meshwright.errors import LayoutError
-from meshwright.parallel.flat import ALIGN_BYTES, FlatParameters, decays
+from meshwright.parallel.flat import ALIGN_BYTES, FlatParameters, decays, local_pieces, unit_of
+from meshwright.parallel.sharing import Sharing
+from meshwright.spec.box import Box
 from meshwright.spec.parameters import Table
+from meshwright.spec.placement import Placement
 
 CPU = torch.device("cpu")
 WORDS = OptimizerConfig().no_decay
@@ -147,3 +150,59 @@ def test_models_that_cannot_be_trained_are_refused():
     model.z = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(LayoutError, match=r"z: is a trainable parameter of dtype torch\.complex64"):
         flat(model)
+
+
+def test_units_follow_the_name():
+    assert unit_of("layers.12.mlp.up.weight") == (0, 12)
+    assert unit_of("embedding.weight") == unit_of("encoder.layers.3.weight") == (0, -1)
+
+
+def test_groups_follow_the_role_and_the_logical_name():
+    # Red when decay goes by the name in this rank's model: the two ends of a tie would be decayed differently.
+    model = nn.ModuleDict({"head": nn.Linear(3, 5, bias=False), "body": nn.Linear(3, 3, bias=False)})
+    tie = Placement("embedding.weight", (5, 3), Box.whole((5, 3)), shared="tie", counted=False)
+    parameters = FlatParameters(
+        model, dtype=torch.float32, device=CPU, no_decay=WORDS, table=None, sharing=Sharing({"head.weight": tie})
+    )
+    assert [(g.decay, g.shared, g.counted) for g in parameters.groups] == [(True, "", True), (False, "tie", False)]
+    assert parameters.placements["head.weight"] is tie
+
+
+@settings(max_examples=30, deadline=None)
+@given(chunks=st.lists(st.integers(-1, 2), min_size=1, max_size=12), limit=st.integers(1, 4000))
+def test_a_bucket_never_spans_two_chunks(chunks, limit):
+    # Red when neighbours are cut by size alone.
+    model = nn.ParameterList(nn.Parameter(torch.ones(9)) for _ in chunks)
+    parameters = FlatParameters(
+        model, dtype=torch.float32, device=CPU, no_decay=[], table=None, unit=lambda name: (chunks[int(name)], -1)
+    )
+    buckets = parameters.buckets(limit)
+    assert sorted(slot.index for bucket in buckets for slot in bucket.slots) == list(range(len(chunks)))
+    for bucket in buckets:
+        assert {slot.unit[0] for slot in bucket.slots} == {bucket.chunk}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    held=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    padding=st.lists(st.integers(0, 2), min_size=3, max_size=3),
+    offset=st.lists(st.integers(0, 3), min_size=3, max_size=3),
+    data=st.data(),
+)
+def test_runs_of_a_local_block_land_in_the_logical_tensor(held, padding, offset, data):
+    # Red when offsets are those of the rank's own tensor, and when padding is kept.
+    local = [size + extra for size, extra in zip(held, padding, strict=False)]
+    shape = tuple(size + at + 1 for size, at in zip(held, offset, strict=False))
+    box = Box(tuple(offset[: len(held)]), tuple(held))
+    values = torch.arange(1.0, 1.0 + torch.Size(local).numel()).view(local)
+    first = data.draw(st.integers(0, values.numel() - 1))
+    size = data.draw(st.integers(1, values.numel() - first))
+    pieces = local_pieces("model", Placement("w", shape, box), local, values.view(-1)[first : first + size], first)
+    whole, expected = torch.zeros(shape), torch.zeros(shape)
+    for piece in pieces:
+        assert piece.name == "model/w" and piece.shape == shape
+        whole[piece.box.inside(Box.whole(shape))] += piece.tensor
+    kept = torch.zeros(values.numel())
+    kept[first : first + size] = values.view(-1)[first : first + size]
+    expected[box.inside(Box.whole(shape))] = kept.view(local)[tuple(slice(0, n) for n in held)]
+    assert torch.equal(whole, expected)

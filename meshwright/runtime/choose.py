@@ -15,7 +15,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
 
-__all__ = ["bucket_mib", "choose_plan", "layout_name", "memory_bytes"]
+__all__ = ["bucket_mib", "choose_plan", "layout_name", "layouts", "memory_bytes"]
 
 CPU_TOKENS = 2048
 """Tokens a micro-batch on CPU: past this, larger matrices are no faster and only cost memory."""
@@ -122,7 +122,7 @@ def _micro_batch(plan: Plan, config: Config, device_bytes: int | None, task: str
     return -(-rows // accumulation), why  # even micro-batches: fewer padded rows at the same number of micro-steps
 
 
-def _layouts(world: int, local: int) -> Iterator[Layout]:
+def layouts(world: int, local: int) -> Iterator[Layout]:
     """In the order in which they are tried: what sends the least first."""
     yield Layout(dp_replicate=world)
     if world > 1:
@@ -146,7 +146,7 @@ def _beside(world: int, *, tp: int, pp: int = 1) -> Iterator[Layout]:
 
 def _first_that_fits(base: Plan, config: Config, world: int, local: int, device_bytes: int, task: str) -> tuple[Plan, str]:
     told: list[str] = []
-    for layout in _layouts(world, local):
+    for layout in layouts(world, local):
         plan = replace(base, layout=layout, sequence_parallel=layout.tp == 1 or config.data.seq_len % layout.tp == 0)
         if refused_for(plan, config.model, task, config.data.seq_len):
             continue
@@ -184,14 +184,19 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
     model, optimizer, layout = config.model, config.train.optimizer, plan.layout
     e = WEIGHT_BYTES[config.precision]
     largest = max((model.vocab or 0) * model.width, 2 * model.ffn * model.width) // layout.tp
+    held = rank_parameters(model, task, layout)
     states = state_bytes(
-        rank_parameters(model, task, layout),
+        held.total,
         config.precision,
         layout,
         moments=2 if optimizer.kind == "adamw" else int(optimizer.momentum > 0),
         ema=config.train.ema > 0,
         bucket_bytes=plan.bucket_mib * 2**20,
         largest=largest,
+        outside=held.outside,
+        block=held.block,
+        gather=plan.gather,
+        offload=plan.offload,
     )
     q = (1 + 2 * (model.kv_heads or model.heads) / model.heads) * model.width
     whole = e * (8 * model.width + 2 * q + 4 * model.ffn) + 4 * model.heads

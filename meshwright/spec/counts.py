@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from meshwright.config.schema import ModelConfig
 from meshwright.spec.layout import Layout
 
-__all__ = ["parameter_count", "parameter_groups", "rank_parameters"]
+__all__ = ["RankParameters", "parameter_count", "parameter_groups", "rank_parameters"]
 
 
 def parameter_groups(config: ModelConfig, task: str) -> dict[str, int]:
@@ -48,14 +50,24 @@ def parameter_count(config: ModelConfig, task: str) -> int:
     return sum(parameter_groups(config, task).values())
 
 
-def rank_parameters(config: ModelConfig, task: str, layout: Layout) -> int:
+class RankParameters(NamedTuple):
+    """outside: of them, those outside of the layers. block: of one layer."""
+
+    total: int
+    outside: int
+    block: int
+
+
+def rank_parameters(config: ModelConfig, task: str, layout: Layout) -> RankParameters:
     """Parameters of the fullest rank before any data-parallel sharding: its pipeline stage's, split over tp.
 
     The fullest stage is taken to have a rounded-up share of the layers beside the larger of embedding and head (where they
     are on the same rank, both); norms and biases, a thousandth of a model, count as if they were split too.
     """
     groups = parameter_groups(config, task)
-    ends = groups["embedding"], groups["head"] or (groups["embedding"] if layout.pp > 1 and task != "classify" else 0)
-    blocks = groups["attention"] + groups["mlp"] + groups["norms"]
-    stage = blocks * -(-config.layers // layout.pp) / config.layers
-    return round((stage + (max(ends) if layout.pp > 1 else sum(ends))) / layout.tp)
+    tied = layout.pp > 1 and task != "classify" and config.tied  # then both ends have the matrix
+    ends = groups["embedding"], groups["head"] + (groups["embedding"] if tied else 0)
+    block = (groups["attention"] + groups["mlp"] + groups["norms"]) / config.layers / layout.tp
+    outside = (max(ends) if layout.pp > 1 else sum(ends)) / layout.tp
+    total = block * -(-config.layers // layout.pp) + outside
+    return RankParameters(round(total), round(outside), round(block))

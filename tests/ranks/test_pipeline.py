@@ -187,7 +187,6 @@ def refusal(which: str) -> str:
     plans = {
         "few": {"layout": Layout(pp=2), "schedule": "interleaved", "chunks": 2},
         "split": {"layout": Layout(pp=2), "split": (1, 1)},
-        "chunks": {"layout": Layout(pp=2), "schedule": "zbv"},
     }
     plan = Plan(**plans.get(which, {"layout": Layout(pp=2)}))
     with pytest.raises(LayoutError) as caught:
@@ -202,7 +201,6 @@ def refusal(which: str) -> str:
         ("span", ["NoSpan", "hidden and span", "config.width", "NoSpan.extra.weight", "belongs to no stage"]),
         ("few", ["layout.pp", "4 stages for 3 layers", "pp * chunks <= 3"]),
         ("split", ["plan.split", "2 layers, the model 3", "[2, 1]"]),
-        ("chunks", ["plan.chunks", "zbv has two stages a rank"]),
         ("shared", ["layers.0.mlp.down.weight = layers.4.mlp.down.weight", "several stages"]),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from meshwright.config.schema import Config
 from meshwright.errors import LayoutError
 from meshwright.plan.memory import StateBytes, state_bytes
-from meshwright.runtime.choose import SAFE_SHARE, bucket_mib, choose_plan, memory_bytes
+from meshwright.runtime.choose import SAFE_SHARE, bucket_mib, choose_plan, layouts, memory_bytes
 from meshwright.spec.counts import parameter_count
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -93,21 +93,14 @@ def test_the_rule_takes_the_first_layout_that_fits_and_says_why():
     assert "ZeRO-3 needs about" in str(caught.value) and "start more devices" in str(caught.value)
 
 
-def test_pipelines_go_across_hosts_when_tensor_parallelism_is_not_enough():
+def test_tensor_ranks_stay_inside_a_host_and_pipelines_come_last():
     # Red when tensor ranks are dealt over hosts.
-    found = next(
-        plan.layout
-        for tenths in range(600, 0, -1)
-        if (plan := _chosen(tenths / 10, world=16, local=4)) is not None and plan.layout.pp > 1
-    )
-    assert found.tp == 4 and found.world == 16
-
-
-def _chosen(device_gib: float, **where) -> Plan | None:
-    try:
-        return choose_plan(config(), device_type="cuda", device_bytes=int(device_gib * GIB), task="lm", **where)
-    except LayoutError:
-        return None
+    tried = list(layouts(16, 4))
+    assert len(set(tried)) == len(tried) and all(layout.world == 16 and layout.tp <= 4 for layout in tried)
+    assert [layout.pp > 1 for layout in tried] == sorted(layout.pp > 1 for layout in tried)
+    assert [layout.tp * layout.pp > 1 for layout in tried] == sorted(layout.tp * layout.pp > 1 for layout in tried)
+    assert next(layout for layout in tried if layout.pp > 1) == Layout(pp=2, dp_shard=2, tp=4, zero=1)
+    assert {layout.tp for layout in layouts(8, 8)} == {1, 2, 4, 8}
 
 
 def test_one_device_has_nobody_to_share_with():

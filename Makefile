@@ -25,11 +25,11 @@ quickstart-zh: install
 	$(BIN)/meshwright train examples/quickstart-zh.yaml
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow and not gpu and not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu"
 
 test-all: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not alone"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not alone"
 	$(BIN)/python -m pytest -m "alone and not gpu"
 
 test-smoke: $(VENV)/.installed-dev

@@ -1,10 +1,12 @@
 """The whole product of cells, in slices that can be stopped and go on.
 
-    python -m tests.parity.product --slice 1/4          # cells 0, 4, 8, ...
+    python -m tests.parity.product --slice 1/4                                # cells 0, 4, 8, ...
+    python -m tests.parity.product --slice 1/4 --out A --commit SHA           # on a machine that has the code but no git
+    python -m tests.parity.product --merge A B                                # take the lines of other files in
 
 Each cell that is done is a line of docs/parity-results.jsonl: its id, the commit of the code, the largest difference of each
 kind, and what was wrong. A cell that stands there for the present code is passed over, so the same command goes on where it was
-stopped. A line of an older commit is replaced when its cell is done again. Slices may append to the file side by side.
+stopped; a later line of a cell counts. Slices may append to the file side by side.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from tests.parity import array
 from tests.parity.cells import Cell, limits_of, run_cell
 from tests.ranks.pool import Pools, RankError
 
-__all__ = ["FILE", "Git", "covered_by", "main", "read", "stale"]
+__all__ = ["FILE", "Git", "covered_by", "main", "merge", "read", "stale"]
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "parity-results.jsonl"
@@ -85,17 +87,21 @@ def covered_by(results: dict[str, dict[str, Any]], cells: Sequence[Cell]) -> lis
 
 
 def append(line: dict[str, Any], path: Path = FILE) -> None:
-    """Adds a line, or puts it in the place of an older one of its cell."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        kept = file.read().splitlines()
-        others = [text for text in kept if json.loads(text)["cell"] != line["cell"]]
-        if len(others) != len(kept):
-            file.truncate(0)
-            file.write("".join(f"{text}\n" for text in others))
         file.write(json.dumps(line) + "\n")
+
+
+def merge(others: Iterable[Path], path: Path = FILE) -> int:
+    """Writes the newest line of each cell of all files, in the order of the product, those of unknown cells left out. Returns
+    how many."""
+    found = read(path)
+    for other in others:
+        found |= read(other)
+    lines = [found[cell.id] for cell in array.whole_product() if cell.id in found]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return len(lines)
 
 
 def done(ranks: Pools, cell: Cell, commit: str) -> dict[str, Any]:
@@ -117,13 +123,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tests.parity.product", description=__doc__)
     parser.add_argument("--slice", default="1/1", help="K/N: every N-th cell, from the K-th on")
     parser.add_argument("--limit", type=int, default=0, help="stop after so many cells")
+    parser.add_argument("--out", type=Path, default=FILE, help="where lines go")
+    parser.add_argument("--commit", help="of the code, where there is no git to ask")
+    parser.add_argument("--merge", type=Path, nargs="+", help="take the lines of these files in, run nothing")
     args = parser.parse_args(argv)
+    if args.merge:
+        print(f"{merge(args.merge, args.out)} cells in {args.out}")
+        return 0
     part, parts = map(int, args.slice.split("/"))
-    git = Git()
-    if not git.clean():
-        sys.exit(f"commit first: the code under {', '.join(CODE)} is not that of a commit")
-    commit, known = git.code(), read()
-    old = set(stale(known.values(), git))
+    known = read(args.out)
+    if args.commit:
+        commit, old = args.commit, {line["cell"] for line in known.values() if line["commit"] != args.commit[:12]}
+    else:
+        git = Git()
+        if not git.clean():
+            sys.exit(f"commit first: the code under {', '.join(CODE)} is not that of a commit")
+        commit, old = git.code(), set(stale(known.values(), git))
     cells = array.whole_product()[part - 1 :: parts]
     todo = [cell for cell in cells if cell.id not in known or cell.id in old]
     todo = todo[: args.limit] if args.limit else todo
@@ -131,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         for number, cell in enumerate(todo, 1):
             line = done(ranks, cell, commit)
-            append(line)
+            append(line, args.out)
             failed += bool(line["wrong"])
             print(f"{number}/{len(todo)} {cell.id} {line['seconds']} s {'; '.join(line['wrong']) or 'same'}", flush=True)
     finally:

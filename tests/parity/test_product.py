@@ -33,15 +33,18 @@ def test_no_result_is_older_than_the_code():
     assert product.stale(results.values(), git) == []
 
 
-def test_a_line_replaces_that_of_its_cell(tmp_path):
-    path = tmp_path / "results.jsonl"
-    for cell, commit in (("a", "1"), ("b", "1"), ("a", "2")):
-        product.append({"cell": cell, "commit": commit}, path)
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"cell": "b", "commit": "1"},
-        {"cell": "a", "commit": "2"},
+def test_the_newest_line_of_a_cell_counts(tmp_path):
+    first, second = (cell.id for cell in array.whole_product()[:2])
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    for cell, commit in ((second, "1"), (first, "1"), ("gone", "1"), (second, "2")):
+        product.append({"cell": cell, "commit": commit}, one)
+    product.append({"cell": first, "commit": "3"}, two)
+    assert product.read(one)[second]["commit"] == "2" and product.read(tmp_path / "none") == {}
+    assert product.merge([two], one) == 2
+    assert [json.loads(line) for line in one.read_text().splitlines()] == [
+        {"cell": first, "commit": "3"},
+        {"cell": second, "commit": "2"},
     ]
-    assert product.read(path)["a"]["commit"] == "2" and product.read(tmp_path / "none") == {}
 
 
 def test_results_of_other_code_are_stale(tmp_path):

@@ -22,12 +22,14 @@ def results_and_git():
     return results, git
 
 
+@pytest.mark.slow
 def test_the_results_are_complete_and_right():
     results, _ = results_and_git()
     assert product.covered_by(results, array.whole_product()) == []
     assert {line["cell"]: line["wrong"] for line in results.values() if line["wrong"]} == {}
 
 
+@pytest.mark.slow
 def test_no_result_is_older_than_the_code():
     results, git = results_and_git()
     assert product.stale(results.values(), git) == []

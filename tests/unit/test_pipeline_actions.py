@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -289,3 +291,14 @@ def test_the_order_is_torchs(schedule, chunks, monkeypatch):
                 assert list(actions_of(schedule, ranks, micros, chunks)) == theirs, (ranks, micros)
                 compared += 1
     assert compared >= (100 if schedule in ("interleaved", "zero_bubble") else 190)
+
+
+def test_the_page_has_the_bubbles_and_what_is_alive():
+    text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\d).* \| ([\d, ]+\d).* \| ([\d.]+)% \|$", text, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == list(SCHEDULES)
+    for schedule, chunks, counts, share in rows:
+        assert [alive(actions) for actions in pipeline_actions(schedule, 4, 8, int(chunks))] == [
+            int(n) for n in counts.split(",")
+        ]
+        assert f"{bubble(schedule, 4, 8, int(chunks), 1.0, 1.0, 1.0):.1%}" == f"{share}%"

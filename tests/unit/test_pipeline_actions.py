@@ -296,7 +296,7 @@ def test_the_order_is_torchs(schedule, chunks, monkeypatch):
 def test_the_page_has_the_bubbles_and_what_is_alive():
     text = (Path(__file__).parents[2] / "docs" / "parallelism.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (\d).* \| ([\d, ]+\d).* \| ([\d.]+)% \|$", text, flags=re.MULTILINE)
-    assert [row[0] for row in rows] == list(SCHEDULES)
+    assert [row[0] for row in rows] == list(CHUNKS)
     for schedule, chunks, counts, share in rows:
         assert [alive(actions) for actions in pipeline_actions(schedule, 4, 8, int(chunks))] == [
             int(n) for n in counts.split(",")

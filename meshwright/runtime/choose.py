@@ -69,11 +69,14 @@ def fill_layout(given: Mapping[str, int], world: int) -> Layout:
     if "dp_replicate" in given and "dp_shard" in given:
         return known
     rest, odd = divmod(world, known.world)
+    if not rest:
+        what = f"is for {known.world} ranks, but {world} are started"
+        raise LayoutError(findings=[Finding("--plan", what, f"Give --nproc {known.world}")])
     if odd:
         sizes = " x ".join(f"{name} {size}" for name, size in known.axes if size > 1) or "one rank"
         legal = ", ".join(str(n) for n in (world - odd, world - odd + known.world) if n > 0)
         what, fix = f"{sizes} does not divide {world} ranks", f"Start {legal} ranks, or change a size"
-        raise LayoutError(findings=[Finding("plan.layout", what, fix)])
+        raise LayoutError(findings=[Finding("--plan", what, fix)])
     sharded = "dp_replicate" in given or (known.zero > 0 and "dp_shard" not in given)
     free = "dp_shard" if sharded else "dp_replicate"
     return replace(known, **{free: rest * getattr(known, free)})

@@ -64,6 +64,9 @@ class Plan:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 findings.append(Finding(f"plan.{key}", f"{value!r} is not a whole number >= 1"))
+        for key in ("overlap", "sequence_parallel", "offload_activations"):
+            if not isinstance(getattr(self, key), bool):
+                findings.append(Finding(f"plan.{key}", f"{getattr(self, key)!r} is neither true nor false"))
         if findings:
             raise LayoutError(findings=findings)
 
@@ -112,7 +115,7 @@ def read_plan(source: str) -> dict[str, Any]:
         raise LayoutError(findings=[Finding(where, f"cannot be read: {error.strerror}")]) from None
     except ValueError as error:
         raise LayoutError(findings=[Finding(where, f"is not JSON: {error}")]) from None
-    check_keys(data, where)
+    Plan.from_dict(data, where)  # refuses what is wrong with the values, whatever is filled in later
     return data
 
 

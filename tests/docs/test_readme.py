@@ -115,19 +115,19 @@ def check_arguments(args: list[str]) -> None:
     """Options by the command's own parser; settings by the schema."""
     import importlib
 
-    from meshwright.cli.train import _overrides
+    from meshwright.cli.train import joined_overrides
     from meshwright.config.load import resolve
     from meshwright.config.yaml_source import YamlSource, read_yaml
 
     app = typer.Typer(add_completion=False)
     importlib.import_module(f"meshwright.cli.{args[0]}").register(app)
     context = typer.main.get_command(app).make_context(args[0], list(args[1:]))
-    if args[0] != "train":
+    if args[0] not in ("train", "verify"):
         assert not context.args
         return
     file = ROOT / (context.params["config"] or "")
     source = read_yaml(file) if file.suffix == ".yaml" and file.is_file() else YamlSource({})
-    overrides = [flag for flag in _overrides(context.args) if not flag.startswith("--data.train.0.")]
+    overrides = [flag for flag in joined_overrides(context.args) if not flag.startswith("--data.train.0.")]
     resolve(source, str(file), overrides)
 
 
@@ -153,7 +153,8 @@ def story() -> list[list[str]]:
     """The README's commands that need nothing but this machine, in order."""
     lines = [args for command in commands(ENGLISH) if (args := arguments(command))]
     away = ("~/models", "models/llama")  # weights of others
-    return [args for args in lines if args[0] != "doctor" and not any(word.startswith(away) for word in args)]
+    launching = ("doctor", "verify")
+    return [args for args in lines if args[0] not in launching and not any(word.startswith(away) for word in args)]
 
 
 def shortened(args: list[str], number: int) -> list[str]:
@@ -162,7 +163,14 @@ def shortened(args: list[str], number: int) -> list[str]:
         return [*args, "--compare", "weights"]
     if args[0] != "train":
         return args
-    for option in ("--max-restarts", "--nproc", "--devices", "--nnodes", "--rdzv"):  # for the launcher, and this is a rank
+    for option in (
+        "--max-restarts",
+        "--nproc",
+        "--devices",
+        "--nnodes",
+        "--rdzv",
+        "--plan",
+    ):  # for the launcher, and this is a rank
         if option in args:
             at = args.index(option)
             args = [*args[:at], *args[at + 2 :]]

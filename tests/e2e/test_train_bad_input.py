@@ -112,9 +112,9 @@ def test_options(refused, tmp_path):
 def test_plans(refused, tmp_path):
     path = tmp_path / "plan.json"
 
-    def plan(says: list[str], **values: object) -> None:
+    def plan(says: list[str], nproc: str = "2", **values: object) -> None:
         path.write_text(json.dumps({"layout": {"dp_replicate": 2}, "micro_batch": 5, **values}))
-        refused("--plan", str(path), says=says)
+        refused("--plan", str(path), says=says, nproc=nproc)
 
     refused("--plan", str(path), says=[f"{path}: cannot be read: No such file"])
     path.write_text("{")
@@ -122,7 +122,12 @@ def test_plans(refused, tmp_path):
     plan([f"{path}: unknown key 'micro'"], micro=3)
     plan(["plan.precision", "fp31", "plan.micro_batch", "0"], precision="fp31", micro_batch=0)
     plan(["--plan: is for 4 ranks, but 2 are started", "Give --nproc 4"], layout={"dp_replicate": 4})
-    plan(["layout.tp: 2, but tensor parallelism is not available"], layout={"tp": 2})
+    plan(["plan.layout.cp: 2, but context parallelism is not available"], layout={"cp": 2})
+    plan(["layout.tp: 8 ranks, but only 4 query heads", "Use tp: 4 or less"], layout={"tp": 8}, nproc="8")
+    plan(["layout.pp: 8 stages for 2 layers", "Use pp * chunks <= 2"], layout={"pp": 8}, nproc="8")
+    plan(["--plan: tp 3 does not divide 8 ranks", "Start 6, 9 ranks"], layout={"tp": 3}, nproc="8")
+    plan(["plan.overlap: 'yes' is neither true nor false"], overlap="yes")
+    refused("--plan", '{"layout": {"tp": 2}, "chunks": 2}', says=["plan.chunks: 2, but this schedule has one stage a rank"])
     plan(["--plan: says precision fp64, but the config says fp32"], precision="fp64")
 
 

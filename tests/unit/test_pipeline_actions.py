@@ -39,14 +39,8 @@ from meshwright.spec.pipeline import (
 )
 
 RANKS, MICROS = range(2, 9), range(1, 33)
-CASES = [
-    ("gpipe", 1),
-    ("1f1b", 1),
-    ("interleaved", 2),
-    ("interleaved", 3),
-    *(("zero_bubble", n) for n in (1, 2, 3)),
-    ("zbv", 2),
-]
+CHUNKS = {"gpipe": (1,), "1f1b": (1,), "interleaved": (2, 3), "zero_bubble": (1, 2, 3), "zbv": (2,)}
+CASES = [(schedule, chunks) for schedule, counts in CHUNKS.items() for chunks in counts]
 COMPUTED = (FORWARD, BACKWARD, INPUT, WEIGHT)
 every_case = pytest.mark.parametrize(("schedule", "chunks"), CASES)
 

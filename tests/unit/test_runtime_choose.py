@@ -139,6 +139,8 @@ def test_a_part_of_a_plan_is_completed():
     with pytest.raises(LayoutError, match="tp 3 does not divide 8 ranks") as caught:
         given(layout={"tp": 3})
     assert "Start 6, 9 ranks" in str(caught.value)
+    with pytest.raises(LayoutError, match="is for 16 ranks, but 8 are started"):
+        given(layout={"tp": 16})
 
 
 def test_a_pipeline_is_fed_with_enough_micro_batches():

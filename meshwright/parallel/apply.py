@@ -70,6 +70,7 @@ def parallelize(
         scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
         axes=axes,
         runner=stages.runner(),
+        notes=[stages.note] if stages.note else [],
         compiled=plan.compile,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +107,7 @@ class Engine:
         axes: Axes,
         compiled: str = "off",
         runner: Runner | None = None,
+        notes: Sequence[str] = (),
     ):
         self.parameters = parameters
         self.gradients = gradients
@@ -114,6 +115,8 @@ class Engine:
         self.scaler = scaler
         self.axes = axes
         self.runner = runner or SerialRunner()
+        self.notes = tuple(notes)
+        """What is done otherwise than the plan says, for the log."""
         self._compiled = compiled
         self._norm: torch.Tensor | None = None
         self._carried = self.loss_scale

@@ -209,7 +209,7 @@ def build_context(
         if job.resume:
             progress.note(f"no whole checkpoint in {job.folder.checkpoints}: the run starts from the beginning")
         _give_values(engine, table, config.run.seed, ranks.device)
-    for note in data.notes:
+    for note in (*data.notes, *engine.notes):
         progress.note(note)
     return run
 

@@ -76,7 +76,7 @@ class Plan:
         return max(1, -(-per_rank // self.micro_batch))
 
     def described(self) -> list[str]:
-        """What it does beside data parallelism, in words, then precision and compilation."""
+        """What it does beside data parallelism, in words, then precision, dtype of reductions, and compilation."""
         layout = self.layout
         said = [
             f"ZeRO-{layout.zero} over {layout.dp_shard}" if layout.zero else "",
@@ -86,7 +86,8 @@ class Plan:
             "activations in host memory" if self.offload_activations else "",
             f"{self.offload} in host memory" if self.offload != "none" else "",
         ]
-        return [part for part in said if part] + [self.precision, f"compile {self.compile}"]
+        summed = "fp64" if self.precision == "fp64" else "fp32"
+        return [part for part in said if part] + [f"{self.precision}, gradients summed in {summed}", f"compile {self.compile}"]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

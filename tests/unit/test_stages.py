@@ -1,13 +1,20 @@
-"""Splitting layers over pipeline stages."""
+"""Splitting layers over pipeline stages.
+
+`stage_splits.txt` holds the layers of each stage of every shipped recipe. After a wanted change write it anew with
+`python -m tests.unit.test_stages`.
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.config.recipes import recipe, recipes
 from meshwright.config.schema import ModelConfig
 from meshwright.observe.flops import flops_per_token
 from meshwright.spec.stages import balance, check_split, layer_costs, rebalance, spans
@@ -117,3 +124,29 @@ def test_seconds_that_are_none_are_refused():
     for seconds in ([1.0], [1.0, 0.0]):
         with pytest.raises(ValueError, match="measured seconds of 2 stages"):
             rebalance(seconds, (1, 1))
+
+
+# ---- on record ------------------------------------------------------------------------------------------------------------
+
+SNAPSHOT = Path(__file__).with_name("stage_splits.txt")
+
+
+def records() -> Iterator[str]:
+    """One line a recipe and number of stages, for rows of the longest sequence up to 4096."""
+    for name in recipes():
+        config = ModelConfig.model_validate({"vocab": 8192, **recipe(name)})
+        task = "mlm" if config.arch == "encoder" else "lm"
+        costs = layer_costs(config, task, min(config.max_len, 4096))
+        for stages in (2, 4, 8):
+            if config.layers >= stages:
+                split = balance(costs.layers, costs.first, costs.last, stages)
+                yield f"{name} {stages}: {' '.join(map(str, split))}"
+
+
+def test_the_stages_of_every_recipe_are_those_on_record():
+    # Red when the head is left out of the balance.
+    assert list(records()) == SNAPSHOT.read_text(encoding="utf-8").splitlines()
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text("".join(f"{line}\n" for line in records()), encoding="utf-8")

@@ -1,0 +1,64 @@
+"""Plans of the command: a resumed run keeps its own or takes another one, and pipeline stages are evened out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.errors import CheckpointError
+from meshwright.runtime.folder import RunFolder
+from meshwright.runtime.rebalance import measured_stages
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from tests.e2e import helpers as e2e
+
+PIPELINE = '{"layout": {"pp": 2}, "split": [1, 3]}'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    changed = {"model": {"layers": 4}, "train": {"steps": 8}, "checkpoint": {"every": 4}, "precision": "fp64"}
+    return e2e.settings(tmp_path / "config.yaml", **changed)
+
+
+def test_a_pipeline_is_rebalanced_by_command_and_by_option(config, tmp_path, capsys):
+    # Red when stages are not saved with a checkpoint, and when a resume chooses its plan anew.
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    e2e.train(config, whole).wait()
+    e2e.train(config, run, "--plan", PIPELINE, "--train.steps=4", "--train.schedule.total=8").wait()
+    stages = measured_stages(RunFolder(run))
+    assert stages.split == (1, 3) and len(stages.seconds) == 2 and min(stages.seconds) > 0 and sum(stages.better) == 4
+    assert main(["rebalance", str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["split"] == [1, 3] and told["better"] == list(stages.better)
+    plan = Plan.load(run / "plan.json")
+    assert plan.layout == Layout(pp=2) and plan.split == stages.better
+    said = e2e.train(config, run, "--resume", run, "--rebalance", "--train.steps=8", "--train.schedule.total=8").wait().out
+    assert "stages: [1, 3] layers -> " in said and "pipeline 2 x 1 (1f1b)" in said
+    assert e2e.column(run, "loss") == pytest.approx(e2e.column(whole, "loss"), abs=1e-9)
+
+
+def test_a_resume_keeps_its_plan_and_takes_another_one(config, tmp_path):
+    # Red when the plan of the folder is not read, and when moments stay behind.
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    e2e.train(config, whole).wait()
+    total = "--train.schedule.total=8"
+    e2e.train(config, run, "--plan", '{"layout": {"tp": 2}}', "--train.steps=3", total).wait()
+    assert "tensor 2" in e2e.train(config, run, "--resume", run, "--train.steps=5", total).wait().out
+    other = '{"layout": {"zero": 3}}'
+    assert "ZeRO-3 over 2" in e2e.train(config, run, "--resume", run, "--plan", other, "--train.steps=8", total).wait().out
+    assert e2e.column(run, "step") == list(range(1, 9))
+    assert e2e.column(run, "loss") == pytest.approx(e2e.column(whole, "loss"), abs=1e-9)
+    assert e2e.largest_difference(run, whole) < 1e-9
+
+
+def test_what_cannot_be_rebalanced_is_refused(config, tmp_path):
+    run = tmp_path / "run"
+    e2e.train(config, run, "--train.steps=1", nproc=1).wait()
+    with pytest.raises(CheckpointError, match="was made without a pipeline"):
+        measured_stages(RunFolder(run))
+    assert main(["rebalance", str(tmp_path)]) == 2
+    assert main(["train", str(config), f"--run.dir={tmp_path / 'new'}", "--rebalance"]) == 2

@@ -14,6 +14,7 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 from tests.ranks.pool import Pools  # noqa: E402
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Which tests stay together where workers run beside each other (`--dist loadgroup`): those of one file, which share what
     its fixtures made, and all that use the pool of ranks. Two pools at once would only take the cores from each other."""

@@ -12,10 +12,11 @@ from meshwright.errors import Finding, LayoutError
 from meshwright.plan.memory import WEIGHT_BYTES, state_bytes
 from meshwright.spec.counts import parameter_count, rank_parameters
 from meshwright.spec.layout import Layout
+from meshwright.spec.pipeline import alive, pipeline_actions
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
 
-__all__ = ["bucket_mib", "choose_plan", "layout_name", "layouts", "memory_bytes"]
+__all__ = ["bucket_mib", "choose_plan", "compile_mode", "layout_name", "layouts", "memory_bytes"]
 
 CPU_TOKENS = 2048
 """Tokens a micro-batch on CPU: past this, larger matrices are no faster and only cost memory."""
@@ -46,7 +47,7 @@ def choose_plan(
     given = dict(given or {})
     base = Plan(
         precision=config.precision,
-        compile=_compile_mode(config, device_type),
+        compile=compile_mode(config, device_type),
         bucket_mib=bucket_mib(parameter_count(config.model, task), config.precision),
     )
     base = replace(base, **{key: value for key, value in given.items() if key not in ("layout", "micro_batch", "reason")})
@@ -100,7 +101,8 @@ def layout_name(layout: Layout) -> str:
     return name + f" x tensor {layout.tp}" * (layout.tp > 1) + f" x pipeline {layout.pp}" * (layout.pp > 1)
 
 
-def _compile_mode(config: Config, device_type: str) -> str:
+def compile_mode(config: Config, device_type: str) -> str:
+    """What `compile: auto` is on a device: inductor, but on a CPU off, where compiling takes longer than most runs."""
     if config.compile != "auto":
         return config.compile
     return "off" if device_type == "cpu" else "inductor"
@@ -180,13 +182,20 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
 
     Autograd's own gradient of a weight lives until it is added to the flat buffer: e bytes an element of the largest one.
     Activations a token and layer, e bytes an element (work type), with f = ffn (twice where gated) and q = (1 + 2 kv/heads)
-    width: e (8 width + 2 q + 4 ffn) + 4 heads; recompute selective keeps e (3 width + q + f), full e width and one whole
-    layer. A stage of a pipeline keeps those of as many micro-batches as are under way, at most pp (all under gpipe). Tensor
-    ranks share all of it. And 8 bytes a logit for one chunk of the head.
+    width:
+
+        recompute    inside the matrices          between them    inputs of the matrices
+        none         e (2 q + 4 ffn) + 4 heads    6 e width       2 e width
+        selective    e (width + q + f)            2 e width       -
+        full         -                            e width         -
+
+    Tensor ranks share the first column, under sequence parallelism the second too; the third is whole on each. A stage of a
+    pipeline keeps those of as many micro-batches as are under way. Recompute has one whole layer beside them. And 8 bytes a
+    logit for one chunk of the head. Activations in host memory are not taken off.
     """
     model, optimizer, layout = config.model, config.train.optimizer, plan.layout
-    e = WEIGHT_BYTES[config.precision]
-    largest = max((model.vocab or 0) * model.width, 2 * model.ffn * model.width) // layout.tp
+    e, tp = WEIGHT_BYTES[config.precision], plan.layout.tp
+    largest = max((model.vocab or 0) * model.width, 2 * model.ffn * model.width) // tp
     held = rank_parameters(model, task, layout)
     states = state_bytes(
         held.total,
@@ -202,13 +211,31 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         offload=plan.offload,
     )
     q = (1 + 2 * (model.kv_heads or model.heads) / model.heads) * model.width
-    whole = e * (8 * model.width + 2 * q + 4 * model.ffn) + 4 * model.heads
-    gated = model.ffn * (2 if model.activation == "swiglu" else 1)
-    kept = {"none": whole, "selective": e * (3 * model.width + q + gated), "full": e * model.width}[plan.recompute]
-    layer = (kept + (plan.recompute_every - 1) * whole) / plan.recompute_every
+    f = model.ffn * (2 if model.activation == "swiglu" else 1)
+    kinds = {
+        "none": (e * (2 * q + 4 * model.ffn) + 4 * model.heads, 6 * e * model.width, 2 * e * model.width),
+        "selective": (e * (model.width + q + f), 2 * e * model.width, 0),
+        "full": (0, e * model.width, 0),
+    }
+
+    def layer(recompute: str) -> float:
+        inside, between, inputs = kinds[recompute]
+        return inside / tp + between / (tp if plan.sequence_parallel else 1) + inputs
+
+    kept = (layer(plan.recompute) + (plan.recompute_every - 1) * layer("none")) / plan.recompute_every
     tokens = micro_batch * config.data.seq_len
-    steps = -(-config.train.batch // (layout.dp * micro_batch))
-    under_way = min(steps, steps if plan.schedule == "gpipe" else layout.pp) if layout.pp > 1 else 1
-    layers = model.layers / layout.pp * under_way * layer + (whole if plan.recompute != "none" else 0)
-    head = 8 * (model.vocab or 0) * min(tokens, 8192) / layout.tp
-    return states.total + e * largest + tokens * layers / layout.tp + head
+    under_way = _under_way(plan, -(-config.train.batch // (layout.dp * micro_batch)))
+    layers = model.layers / layout.pp * under_way * kept + (layer("none") if plan.recompute != "none" else 0)
+    head = 8 * (model.vocab or 0) * min(tokens, 8192) / tp
+    return states.total + e * largest + tokens * layers + head
+
+
+def _under_way(plan: Plan, steps: int) -> float:
+    """Micro-batches whose activations the fullest rank of a pipeline holds at once, of all its stages together."""
+    ranks = plan.layout.pp
+    if ranks == 1:
+        return 1
+    if plan.schedule != "gpipe":
+        steps = min(steps, 4 * ranks)  # more change nothing
+    actions = pipeline_actions(plan.schedule, ranks, steps, plan.chunks)
+    return max(alive(mine) for mine in actions) / plan.chunks

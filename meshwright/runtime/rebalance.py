@@ -11,11 +11,11 @@ from meshwright.runtime.identity import saved_meta
 from meshwright.spec.plan import Plan
 from meshwright.spec.stages import rebalance
 
-__all__ = ["Stages", "measured_stages", "rebalanced"]
+__all__ = ["Measured", "measured_stages", "rebalanced"]
 
 
 @dataclass(frozen=True)
-class Stages:
+class Measured:
     """checkpoint: whose times these are. seconds: of a micro-batch, forward and backward, in each stage. split: layers of the
     stages then; better: those by which the times would be even."""
 
@@ -25,7 +25,7 @@ class Stages:
     better: tuple[int, ...]
 
 
-def measured_stages(folder: RunFolder) -> Stages:
+def measured_stages(folder: RunFolder) -> Measured:
     """Of the newest checkpoint of a run. Raises CheckpointError where it has none, or had no pipeline."""
     saved = saved_meta(folder.checkpoints)
     if saved is None:
@@ -36,10 +36,10 @@ def measured_stages(folder: RunFolder) -> Stages:
     if not stages:
         raise CheckpointError(findings=[Finding(str(path), "was made without a pipeline", "Use a plan with pp above 1")])
     seconds, split = tuple(stages["seconds"]), tuple(stages["split"])
-    return Stages(path, seconds, split, rebalance(seconds, split))
+    return Measured(path, seconds, split, rebalance(seconds, split))
 
 
-def rebalanced(folder: RunFolder) -> tuple[Stages, Plan]:
+def rebalanced(folder: RunFolder) -> tuple[Measured, Plan]:
     """The run's plan with the better split, which the next resume uses once it is saved as the folder's plan."""
     stages = measured_stages(folder)
     plan = Plan.load(folder.plan)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.config.load import Resolved, load_config
 from meshwright.config.schema import Config, EvaluateConfig, ScheduleConfig
 from meshwright.errors import ConfigError, Finding, LayoutError
+from meshwright.runtime.choose import compile_mode
 from meshwright.runtime.command import target_of
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
@@ -116,11 +117,11 @@ class VerifyCommand:
         train = config.train.model_copy(update=short)
         resolved = Resolved(config.model_copy(update={"train": train, "evaluate": EvaluateConfig()}), origin)
         micro = config.train.micro_batch or max(1, TOKENS // config.data.seq_len)
-        compile_mode = config.compile
-        if compile_mode == "auto":
-            compile_mode = "off" if target.device_type == "cpu" else "inductor"
         base = Plan(
-            Layout(dp_replicate=target.world), micro_batch=min(micro, rows), precision=self.precision, compile=compile_mode
+            Layout(dp_replicate=target.world),
+            micro_batch=min(micro, rows),
+            precision=self.precision,
+            compile=compile_mode(config, target.device_type),
         )
         ready = set_up(resolved, target, folder, plan=base.to_dict(), resume=False, write=True, say=self._say)
         tried = self._plans(base, ready.resolved.config, target.world, rows)

@@ -61,8 +61,9 @@ class RankParameters(NamedTuple):
 def rank_parameters(config: ModelConfig, task: str, layout: Layout) -> RankParameters:
     """Parameters of the fullest rank before any data-parallel sharding: its pipeline stage's, split over tp.
 
-    The fullest stage is taken to have a rounded-up share of the layers beside the larger of embedding and head (where they
-    are on the same rank, both); norms and biases, a thousandth of a model, count as if they were split too.
+    The fullest stage is taken to have a rounded-up share of the layers beside the larger of embedding and head (without a
+    pipeline both; so has the first rank of zbv, which is not looked at here); norms and biases, a thousandth of a model, count
+    as if they were split too.
     """
     groups = parameter_groups(config, task)
     tied = layout.pp > 1 and task != "classify" and config.tied  # then both ends have the matrix

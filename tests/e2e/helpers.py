@@ -221,7 +221,7 @@ def train_in(
     """Set a run up as the command does and train it on the ranks of the pool; what rank 0 says."""
     resolved = load_config(config, [f"--run.dir={folder}", *flags])
     target = Target(pool.world, "cpu", None)
-    set_up(resolved, target, RunFolder(folder), plan=plan, resume=resume, write=True, say=lambda text: None)
+    set_up(resolved, target, RunFolder(folder), plan=plan and plan.to_dict(), resume=resume, write=True, say=lambda text: None)
     return pool.run(_run, str(folder), resume, list(plants), timeout=timeout)[0]
 
 

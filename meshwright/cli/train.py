@@ -43,9 +43,10 @@ def register(app: typer.Typer) -> None:
         """Train a model on every device of this machine. Any setting of the file can be given as --section.key=value."""
         from meshwright.runtime.command import TrainCommand
 
-        overrides = joined_overrides(context.args)
+        given = list(context.args)
         if config is not None and config.startswith("-"):  # `train --train.lr=1 --resume RUN`: the first flag is no file
-            overrides, config = [config, *overrides], None
+            given, config = [config, *given], None
+        overrides = joined_overrides(given)
         return TrainCommand(
             config=config,
             overrides=overrides,

@@ -57,8 +57,8 @@ def choose_plan(
         plan, reason = replace(base, layout=Layout(dp_replicate=world)), layout_name(Layout(dp_replicate=world))
     else:
         plan, reason = _first_that_fits(base, config, world, local or world, device_bytes, task)
-    if "micro_batch" in given:
-        return replace(plan, micro_batch=given["micro_batch"], reason=reason)
+    if "micro_batch" in given:  # more than a rank's rows would be padding
+        return replace(plan, micro_batch=min(given["micro_batch"], -(-config.train.batch // plan.layout.dp)), reason=reason)
     micro, why = _micro_batch(plan, config, device_bytes, task)
     return replace(plan, micro_batch=micro, reason=f"{reason}; {why}")
 
@@ -67,10 +67,9 @@ def fill_layout(given: Mapping[str, int], world: int) -> Layout:
     """A layout from some of its sizes: data ranks that are not given are what is left of `world`, to shard over where a ZeRO
     stage is given. Raises LayoutError where that is no whole number."""
     known = Layout(**given)
-    if "dp_replicate" in given and "dp_shard" in given:
-        return known
     rest, odd = divmod(world, known.world)
-    if not rest:
+    free = [axis for axis in (("dp_shard", "dp_replicate") if known.zero else ("dp_replicate",)) if axis not in given]
+    if not rest or (rest > 1 and not odd and not free):
         what = f"is for {known.world} ranks, but {world} are started"
         raise LayoutError(findings=[Finding("--plan", what, f"Give --nproc {known.world}")])
     if odd:
@@ -78,9 +77,7 @@ def fill_layout(given: Mapping[str, int], world: int) -> Layout:
         legal = ", ".join(str(n) for n in (world - odd, world - odd + known.world) if n > 0)
         what, fix = f"{sizes} does not divide {world} ranks", f"Start {legal} ranks, or change a size"
         raise LayoutError(findings=[Finding("--plan", what, fix)])
-    sharded = "dp_replicate" in given or (known.zero > 0 and "dp_shard" not in given)
-    free = "dp_shard" if sharded else "dp_replicate"
-    return replace(known, **{free: rest * getattr(known, free)})
+    return replace(known, **{free[0]: rest * getattr(known, free[0])}) if free else known
 
 
 def bucket_mib(parameters: int, precision: str) -> int:

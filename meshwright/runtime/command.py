@@ -108,8 +108,8 @@ class TrainCommand:
     def _plan(self, folder: RunFolder) -> dict[str, Any] | None:
         """What is given of a plan: by --plan, or of a resumed run by the times of its pipeline stages."""
         if not self.rebalance:
-            return read_plan(self.plan) if self.plan else None
-        if self.plan or not self._is_resume(folder):
+            return read_plan(self.plan) if self.plan is not None else None
+        if self.plan is not None or not self._is_resume(folder):
             what = "is for a resumed run, whose own plan it changes"
             raise ConfigError(findings=[Finding("--rebalance", what, "Give --resume RUN, and no --plan")])
         stages, plan = rebalanced(folder)

@@ -18,7 +18,7 @@ from meshwright.observe.metrics import read_metrics
 from meshwright.observe.sinks import missing_sinks
 from meshwright.observe.trace import Profile
 from meshwright.plan.memory import WEIGHT_BYTES
-from meshwright.runtime.choose import choose_plan
+from meshwright.runtime.choose import choose_plan, layout_name
 from meshwright.runtime.corpus import Corpus, prepare_corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_run, saved_meta
@@ -134,7 +134,7 @@ def _prepare(
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
     Profile(profile, total=budget.steps)
     if saved is not None and plan is None:
-        plan = _plan_before(folder, config, target.world)
+        plan = _plan_before(folder, config, target.world, say)
     chosen = choose_plan(
         config,
         world=target.world,
@@ -144,7 +144,7 @@ def _prepare(
         given=plan,
         local=target.local,
     )
-    if findings := _unfit(chosen, config, target, task):
+    if findings := _unfit(chosen, plan or {}, config, target, task):
         raise LayoutError(findings=findings)
     held_out = valid_data.rows if valid_data is not None else 0
     copies = checkpoint_copies(config, held_out > 0)
@@ -184,13 +184,14 @@ def _finished(config: Config, budget: Budget, saved: tuple[Path, dict[str, Any]]
     return f"this run is finished: {counted(step, 'step')} of {budget.steps or step} done. To go on, raise {raised}"
 
 
-def _plan_before(folder: RunFolder, config: Config, world: int) -> dict[str, Any] | None:
-    """What a resumed run keeps of its plan: all but what its config says, as long as it has as many ranks."""
-    try:
-        before = Plan.load(folder.plan)
-    except LayoutError:  # not there, or not readable: it is chosen anew
+def _plan_before(folder: RunFolder, config: Config, world: int, say: Callable[[str], None]) -> dict[str, Any] | None:
+    """What a resumed run keeps of its plan: all but what its config says, as long as it has as many ranks. Raises LayoutError
+    for a plan.json that cannot be read."""
+    if not folder.plan.exists():
         return None
+    before = Plan.load(folder.plan)
     if before.layout.world != world:
+        say(f"the plan before was for {before.layout.world} ranks ({layout_name(before.layout)}): one for {world} is chosen")
         return None
     decided = {"precision", "compile", *(["micro_batch"] if config.train.micro_batch else [])}
     return {key: value for key, value in before.to_dict().items() if key not in decided}
@@ -204,12 +205,16 @@ def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> No
     refuse_other_run({f"data.{key}": now[key] for key in keys}, {f"data.{key}": then.get(key) for key in keys}, path)
 
 
-def _unfit(plan: Plan, config: Config, target: Target, task: str) -> list[Finding]:
-    """Why a plan cannot be used for this run."""
+def _unfit(plan: Plan, given: dict[str, Any], config: Config, target: Target, task: str) -> list[Finding]:
+    """Why a plan cannot be used for this run. given: what of it was not chosen."""
     findings = refused_for(plan, config.model, task, config.data.seq_len)
     if plan.layout.world != target.world:
         what = f"is for {plan.layout.world} ranks, but {target.world} are started"
         findings.append(Finding("--plan", what, f"Give --nproc {plan.layout.world}"))
+    said = {"compile": None if config.compile == "auto" else config.compile, "micro_batch": config.train.micro_batch}
+    for key, value in said.items():
+        if value is not None and given.get(key, value) != value:
+            findings.append(Finding("--plan", f"says {key} {given[key]}, but the config says {value}", "Change one of them"))
     if plan.precision != config.precision:
         what = f"says precision {plan.precision}, but the config says {config.precision}"
         findings.append(Finding("--plan", what, "Change one of them"))

@@ -64,11 +64,15 @@ class VerifyCommand:
         load_modules(resolved.config.run.modules)
         if world.source != "single":
             return self._as_rank(resolved)
-        folder = Path(tempfile.mkdtemp(prefix="meshwright-verify-"))
+        folder, failed = Path(tempfile.mkdtemp(prefix="meshwright-verify-")), False
         try:
             return self._launch(resolved, RunFolder(folder / "run"))
+        except SystemExit:
+            failed = True  # the launcher has named a log in the folder
+            raise
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            if not failed:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _launch(self, resolved: Resolved, folder: RunFolder) -> dict[str, Any]:
         from meshwright.distributed.launch import launch
@@ -113,7 +117,7 @@ class VerifyCommand:
         rows = self.rows or min(config.train.batch, 4 * target.world - 1)
         origin = {**resolved.origin, "train.batch": "--rows", "train.steps": "--steps"}
         limits = {"steps": self.steps, "tokens": None, "epochs": None, "hours": None}
-        short = {"batch": rows, "ramp": None, "schedule": ScheduleConfig(kind="constant"), **limits}
+        short = {"batch": rows, "micro_batch": None, "ramp": None, "schedule": ScheduleConfig(kind="constant"), **limits}
         train = config.train.model_copy(update=short)
         resolved = Resolved(config.model_copy(update={"train": train, "evaluate": EvaluateConfig()}), origin)
         micro = config.train.micro_batch or max(1, TOKENS // config.data.seq_len)

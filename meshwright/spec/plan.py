@@ -22,6 +22,9 @@ _CHOICES = {
 }
 
 
+LARGEST = 2**31
+
+
 @dataclass(frozen=True)
 class Plan:
     """Layout and the knobs that change speed and memory but never the result (up to rounding).
@@ -62,8 +65,10 @@ class Plan:
         ]
         for key in ("micro_batch", "bucket_mib", "chunks", "recompute_every"):
             value = getattr(self, key)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                findings.append(Finding(f"plan.{key}", f"{value!r} is not a whole number >= 1"))
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < LARGEST:
+                findings.append(Finding(f"plan.{key}", f"{value!r} is not a whole number from 1 to {LARGEST - 1}"))
+        if not isinstance(self.reason, str):
+            findings.append(Finding("plan.reason", f"{self.reason!r} is no text"))
         for key in ("overlap", "sequence_parallel", "offload_activations"):
             if not isinstance(getattr(self, key), bool):
                 findings.append(Finding(f"plan.{key}", f"{getattr(self, key)!r} is neither true nor false"))
@@ -108,13 +113,13 @@ class Plan:
 
 def read_plan(source: str) -> dict[str, Any]:
     """Keys of a plan, all or some, from a JSON file or from JSON text (`{"layout": {"tp": 2}}`). Raises LayoutError."""
-    where = "--plan" if source.lstrip().startswith("{") else source
+    where = "--plan" if source.lstrip().startswith(("{", "[")) else source
     try:
         text = source if where == "--plan" else Path(source).read_text(encoding="utf-8")
         data = json.loads(text)
     except OSError as error:
         raise LayoutError(findings=[Finding(where, f"cannot be read: {error.strerror}")]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LayoutError(findings=[Finding(where, f"is not JSON: {error}")]) from None
     Plan.from_dict(data, where)  # refuses what is wrong with the values, whatever is filled in later
     return data

@@ -60,5 +60,7 @@ def test_what_cannot_be_rebalanced_is_refused(config, tmp_path):
     e2e.train(config, run, "--train.steps=1", "--train.schedule.warmup=0", nproc=1).wait()
     with pytest.raises(CheckpointError, match="was made without a pipeline"):
         measured_stages(RunFolder(run))
+    (run / "plan.json").write_text('{"layout": {"pp": 2')
+    assert main(["train", "--resume", str(run), "--nproc", "1"]) == 2, "a damaged plan is not passed over"
     assert main(["rebalance", str(tmp_path)]) == 2
     assert main(["train", str(config), f"--run.dir={tmp_path / 'new'}", "--rebalance"]) == 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.distributed import device as devices
 from meshwright.parallel.deferred import Deferral, Factors
-from meshwright.parallel.links import Links, Mail, Waiting
+from meshwright.parallel.links import Links, Mail
+from meshwright.parallel.runner import Forward, Taken, Waiting
 from meshwright.spec.pipeline import (
     BACKWARD,
     FORWARD,
@@ -36,6 +37,7 @@ from meshwright.spec.pipeline import (
     peer,
     pipeline_actions,
     rank_of,
+    receipts,
     stage_of,
     with_messages,
 )
@@ -44,9 +46,6 @@ if TYPE_CHECKING:
     from meshwright.parallel.engine import Engine
 
 __all__ = ["Pipeline"]
-
-Forward = Callable[[Any, int], Any]
-Taken = Callable[[int, Any], None]
 
 
 class Pipeline:
@@ -77,7 +76,7 @@ class Pipeline:
         self.rank = links.rank
         self.held = stage_of(schedule, ranks, chunks)[self.rank]
         self.clock = StageClock(links.device)
-        self._lists: dict[tuple[bool, int], tuple[Action, ...]] = {}
+        self._lists: dict[tuple[bool, int], tuple[tuple[Action, ...], dict[Action, tuple[Action, ...]]]] = {}
 
     @property
     def final(self) -> int:
@@ -92,15 +91,16 @@ class Pipeline:
         at the call of the model where it is not. taken(i, parts): on the rank of the last stage.
         """
         self.clock.next_step()
-        step = _Step(self, engine, count, forward, factor, taken, wait)
-        step.run(self._actions(count, training=True))
+        actions, told = self._actions(count, training=True)
+        _Step(self, engine, count, forward, factor, taken, wait, told).run(actions)
 
     def evaluate(self, engine: Engine, count: int, forward: Forward, taken: Taken) -> None:
         """Forward alone; `taken` gets the result of every batch on every rank, which must be a tensor of one shape for all."""
         mine: list[torch.Tensor] = []
-        step = _Step(self, engine, count, forward, 1.0, lambda number, result: mine.append(result), nullcontext)
+        actions, told = self._actions(count, training=False)
+        step = _Step(self, engine, count, forward, 1.0, lambda number, result: mine.append(result), nullcontext, told)
         with torch.no_grad():
-            step.run(self._actions(count, training=False))
+            step.run(actions)
         results = self._broadcast(torch.stack(mine) if mine else None)
         for number in range(count):
             taken(number, results[number])
@@ -124,12 +124,14 @@ class Pipeline:
         """All ranks of the pipeline call it."""
         return {"split": [stop - start for start, stop in self.spans], "seconds": self.stage_seconds()}
 
-    def _actions(self, count: int, *, training: bool) -> tuple[Action, ...]:
+    def _actions(self, count: int, *, training: bool) -> tuple[tuple[Action, ...], dict[Action, tuple[Action, ...]]]:
+        """What this rank does, and its `receipts`."""
         key = (training, count)
         if key not in self._lists:
             make = pipeline_actions if training else forward_actions
+            shape = (self.schedule, self.ranks, self.chunks)
             computed = make(self.schedule, self.ranks, count, self.chunks)
-            self._lists[key] = with_messages(computed, self.schedule, self.ranks, self.chunks)[self.rank]
+            self._lists[key] = with_messages(computed, *shape)[self.rank], receipts(computed, *shape)[self.rank]
         return self._lists[key]
 
     def _broadcast(self, results: torch.Tensor | None) -> torch.Tensor:
@@ -193,10 +195,11 @@ class _Step:
         factor: float,
         taken: Taken,
         wait: Waiting,
+        told: Mapping[Action, Sequence[Action]],
     ):
         self.runner, self.engine, self.count = runner, engine, count
         self.forward, self.factor, self.taken = forward, factor, taken
-        self.mail = Mail(runner.links, wait)
+        self.mail = Mail(runner.links, wait, told)
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}
         self.outputs: dict[tuple[int, int], torch.Tensor | GradientEdge | None] = {}
         self.made: dict[Action, torch.Tensor] = {}
@@ -232,8 +235,9 @@ class _Step:
     @functools.cached_property
     def shape(self) -> tuple[int, int, int]:
         """Of hidden states: rows, positions that are here, width."""
+        probe: Any = _Probe(self.runner.model)
         try:
-            self.forward(_Probe(self.runner.model), 0)
+            self.forward(probe, 0)
         except _Reached as reached:
             rows, positions = reached.output.shape
             model: Any = self.runner.model
@@ -256,9 +260,10 @@ class _Step:
         if hidden is not None and torch.is_grad_enabled():
             self.inputs[unit] = hidden.requires_grad_()
         last = stage == runner.final
+        part: Any = _Stage(runner.model, hidden, runner.spans[stage], last)
         with runner.clock.span(stage, FORWARD):
             try:
-                output = self.forward(_Stage(runner.model, hidden, runner.spans[stage], last), micro)
+                output = self.forward(part, micro)
             except _Reached as reached:
                 output = reached.output
         if last:
@@ -277,11 +282,7 @@ class _Step:
     def _gradient(self, stage: int, micro: int) -> torch.Tensor:
         """Of the output of a stage."""
         local = self.made.pop(Action(SEND_GRADIENT, stage + 1, micro), None)
-        if local is not None:
-            return local
-        gradient = self.mail.take(Action(RECEIVE_GRADIENT, stage, micro))
-        self.mail.arrived(Action(SEND_ACTIVATION, stage, micro))
-        return gradient
+        return self.mail.take(Action(RECEIVE_GRADIENT, stage, micro)) if local is None else local
 
     def _backward(self, action: Action) -> None:
         self._run_backward(action, "whole")

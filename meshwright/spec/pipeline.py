@@ -38,6 +38,7 @@ __all__ = [
     "peer",
     "pipeline_actions",
     "rank_of",
+    "receipts",
     "simulate",
     "splits_backward",
     "stage_of",
@@ -48,6 +49,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SEND_ACTIVATION, RECEIVE_ACTIVATION = "SEND_F", "RECV_F"
 SEND_GRADIENT, RECEIVE_GRADIENT = "SEND_B", "RECV_B"
+UNDER_WAY = 3
+"""Messages from one rank to another that are kept, beside the one that is sent, while nothing says that they are there."""
 
 
 class Action(NamedTuple):
@@ -193,11 +196,7 @@ def with_messages(
     kernel that is loaded or tuned behind it may wait for an idle device. Neighbouring stages on one rank send nothing.
     """
     last = chunks * ranks - 1
-    before = _before(computed, last)
-    needed = [
-        {receive: place for place, action in enumerate(actions) if (receive := _needed(action, last)) is not None}
-        for actions in computed
-    ]
+    before, needed = _before(computed, last), _places(computed, last)
     posts: list[dict[int, list[Action]]] = [{} for _ in computed]
     for rank, actions in enumerate(computed):
         soonest = {to: len(computed[to]) for to in range(ranks)}
@@ -218,6 +217,54 @@ def with_messages(
                 merged.append(message)
         lists.append(tuple(merged))
     return tuple(lists)
+
+
+def receipts(
+    computed: Sequence[Sequence[Action]], schedule: str, ranks: int, chunks: int = 1
+) -> tuple[dict[Action, tuple[Action, ...]], ...]:
+    """Of each rank, by a receive or a send: the messages it sent that are there when that receive has ended, or that it waits
+    for after that send. Those that it waits for at the end of the step are left out.
+
+    A message says that all is there which its sender depended on. Of what nothing tells, as in evaluation, no more than
+    UNDER_WAY messages from one rank to another stay open where all computations take as long: an older one is waited for if it
+    is needed by then. This cannot block, because all waiting is for what comes first in that timeline.
+    """
+    last = chunks * ranks - 1
+    before, needed = _before(computed, last), _places(computed, last)
+    start = simulate(computed, lambda action: 1.0).start
+    made = {_arrival(message): action for action in before if (message := _result(action, last)) is not None}
+
+    def of(rank: int) -> dict[Action, tuple[Action, ...]]:
+        told: dict[Action, tuple[Action, ...]] = {}
+        going: dict[Action, tuple[int, int]] = {}
+        """Messages under way, to the rank and the place of the computation that needs them."""
+
+        def close(key: Action, sent: list[Action]) -> None:
+            if sent:
+                told[key] = tuple(sent)
+            for each in sent:
+                del going[each]
+
+        for place, action in enumerate(computed[rank]):
+            receive, message = _needed(action, last), _result(action, last)
+            if receive is not None and peer(receive, schedule, ranks) != rank:
+                over = before[made[receive]]
+                close(receive, [sent for sent, (to, at) in going.items() if at < over[to]])
+            if message is not None and (to := peer(message, schedule, ranks)) != rank:
+                older = [sent for sent, (target, _) in going.items() if target == to][:-UNDER_WAY]
+                close(message, [sent for sent in older if start[to][going[sent][1]] <= start[rank][place]])
+                going[message] = to, needed[to][_arrival(message)]
+        return told
+
+    return tuple(of(rank) for rank in range(ranks))
+
+
+def _places(computed: Sequence[Sequence[Action]], last: int) -> list[dict[Action, int]]:
+    """Of each rank, by a receive: where it computes what needs it."""
+    return [
+        {receive: place for place, action in enumerate(actions) if (receive := _needed(action, last)) is not None}
+        for actions in computed
+    ]
 
 
 def _before(computed: Sequence[Sequence[Action]], last: int) -> dict[Action, tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from meshwright.parallel.engine import Engine
 
 __all__ = ["Pipeline"]
+
+OPEN_EVENTS = 4096
+"""Spans that a clock keeps until the device has reached them; with more the oldest are left out."""
 
 
 class Pipeline:
@@ -107,7 +111,7 @@ class Pipeline:
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Of a micro-batch in each stage of this rank, forward and backward, mean over those of the steps so far. Waits for
+        """Of a micro-batch in each stage of this rank, forward and backward, mean over the training steps so far. Waits for
         the device."""
         return {stage: self.clock.of(stage) for stage in self.held}
 
@@ -261,7 +265,7 @@ class _Step:
             self.inputs[unit] = hidden.requires_grad_()
         last = stage == runner.final
         part: Any = _Stage(runner.model, hidden, runner.spans[stage], last)
-        with runner.clock.span(stage, FORWARD):
+        with runner.clock.span(stage, FORWARD) if torch.is_grad_enabled() else nullcontext():  # evaluation is no step
             try:
                 output = self.forward(part, micro)
             except _Reached as reached:
@@ -329,11 +333,17 @@ class _Step:
 @dataclass
 class StageClock:
     """Mean seconds of each kind of action in each stage: by the host's clock on a CPU, by events of the device's queue
-    elsewhere. An event that is not over when the next step begins is left out, so that nothing waits."""
+    elsewhere, which are read when they are over, so that nothing waits. The first step counts where there is no other one: it
+    compiles, tunes and allocates."""
 
     device: torch.device
+    _first: dict[tuple[int, str], tuple[float, int]] = field(default_factory=dict)
     _sums: dict[tuple[int, str], tuple[float, int]] = field(default_factory=dict)
-    _open: list[tuple[tuple[int, str], Any, Any]] = field(default_factory=list)
+    _open: deque[tuple[bool, tuple[int, str], torch.Event, torch.Event]] = field(
+        default_factory=lambda: deque(maxlen=OPEN_EVENTS)
+    )
+    """Of spans that the device may not have reached, in its order."""
+    _steps: int = 0
 
     @contextmanager
     def span(self, stage: int, kind: str) -> Iterator[None]:
@@ -343,25 +353,29 @@ class StageClock:
             start.record()
         yield
         if start is None:
-            self._add((stage, kind), time.perf_counter() - began)
+            self._add(self._steps <= 1, (stage, kind), time.perf_counter() - began)
             return
         stop = devices.event(self.device, timing=True)
         assert stop is not None
         stop.record()
-        self._open.append(((stage, kind), start, stop))
+        self._open.append((self._steps <= 1, (stage, kind), start, stop))
 
     def next_step(self) -> None:
-        for key, start, stop in self._open:
-            if stop.query():
-                self._add(key, start.elapsed_time(stop) / 1e3)
-        self._open = []
+        self._read()
+        self._steps += 1
 
     def of(self, stage: int) -> float:
         """Seconds of one micro-batch, all kinds; 0 before any."""
         devices.synchronize(self.device)
-        self.next_step()
-        return sum(total / count for (at, _), (total, count) in self._sums.items() if at == stage)
+        self._read()
+        return sum(total / count for (at, _), (total, count) in (self._first | self._sums).items() if at == stage)
 
-    def _add(self, key: tuple[int, str], seconds: float) -> None:
-        total, count = self._sums.get(key, (0.0, 0))
-        self._sums[key] = (total + seconds, count + 1)
+    def _read(self) -> None:
+        while self._open and self._open[0][-1].query():
+            first, key, start, stop = self._open.popleft()
+            self._add(first, key, start.elapsed_time(stop) / 1e3)
+
+    def _add(self, first: bool, key: tuple[int, str], seconds: float) -> None:
+        sums = self._first if first else self._sums
+        total, count = sums.get(key, (0.0, 0))
+        sums[key] = (total + seconds, count + 1)

@@ -210,8 +210,8 @@ def test_a_receive_follows_what_its_message_depends_on_and_passes_meanwhile(sche
                         assert first <= done <= max(first, needed - ahead), (ranks, micros, action)
 
 
-# red where a receive tells of what its sender takes next, where a send waits for the one before whatever the timeline says
-# (deadlock), and, for the count, where receives tell nothing or sends wait for nothing
+# red where a receive tells of one computation more than its sender depends on, where a send waits for all that is under way
+# (deadlock), and where sends wait for nothing (count)
 @every_case
 def test_receipts_are_true_cannot_block_and_bound_what_is_kept(schedule, chunks):
     for ranks, micros in itertools.product(range(2, 6), (1, 2, 3, 5, 8, 24)):

@@ -274,7 +274,7 @@ def most_sent(job: Job, training: bool) -> int:
     return most
 
 
-# red (8 on one of the ranks) where `receipts` is empty; 8 in evaluation where only receives tell
+# red (8) where `receipts` is empty, (4) in training where only sends wait, (8) in evaluation where only receives tell
 def test_sent_tensors_are_dropped_before_the_step_ends(ranks):
     job = Job("decoder", micros=8)
     assert ranks(2).run(most_sent, job, True) == [2, 2]

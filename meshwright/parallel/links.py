@@ -7,26 +7,29 @@ ends post in one order (`spec.pipeline.with_messages`), so nothing is looked up 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed import device as devices
+from meshwright.parallel.runner import Waiting
 from meshwright.spec.pipeline import Action
 
 __all__ = ["Links", "Mail", "pairs_of"]
 
-Waiting = Callable[[], AbstractContextManager[object]]
+TIMEOUT = timedelta(minutes=30)
+"""What a message may take, the first one's compilation before it included: as long as other collectives of a run, and not what
+a backend has for its default."""
 
 
-def pairs_of(mesh: DeviceMesh, first: int, second: int) -> dist.ProcessGroup | None:
+def pairs_of(mesh: DeviceMesh, first: int, second: int, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
     """The group of the ranks at these two places of the pipeline, one for every place along the other axes; None on a rank that
     is in none of them. Collective over the world."""
     rows = mesh.mesh[[first, second]].reshape(2, -1).T.tolist()
-    group, _ = dist.new_subgroups_by_enumeration(rows)
+    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
     return group
 
 
@@ -36,12 +39,12 @@ class Links:
     pairs: (from, to) of all links of the pipeline, in one order everywhere.
     """
 
-    def __init__(self, mesh: DeviceMesh, pairs: Iterable[tuple[int, int]]):
+    def __init__(self, mesh: DeviceMesh, pairs: Iterable[tuple[int, int]], timeout: timedelta = TIMEOUT):
         self.rank: int = mesh.get_local_rank("pp")
         self.device = devices.current(mesh.device_type)
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         for source, target in pairs:
-            group = pairs_of(mesh, source, target)
+            group = pairs_of(mesh, source, target, timeout)
             if group is not None:
                 self._groups[source, target] = group
         self._meet()
@@ -68,13 +71,22 @@ class Links:
 
 
 class Mail:
-    """Messages of one step, by their actions. A tensor is kept while it is under way and no longer."""
+    """Messages of one step, by their actions. receipts: `spec.pipeline.receipts` of this rank.
 
-    def __init__(self, links: Links, wait: Waiting):
+    A tensor is kept until a receipt for it: a work does not say by itself that it is done while the host runs ahead of the
+    device. Waiting for one that is done costs nothing, and on an accelerator it only orders streams.
+    """
+
+    def __init__(self, links: Links, wait: Waiting, receipts: Mapping[Action, Sequence[Action]]):
         self._links = links
         self._wait = wait
+        self._receipts = receipts
         self._coming: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
         self._going: dict[Action, tuple[dist.Work, torch.Tensor]] = {}
+
+    def __len__(self) -> int:
+        """Sent tensors that are kept."""
+        return len(self._going)
 
     def post(self, receive: Action, buffer: torch.Tensor, source: int) -> None:
         """A receive into `buffer`."""
@@ -85,21 +97,21 @@ class Mail:
         work, buffer = self._coming.pop(receive)
         with self._wait():
             work.wait()
+            self._drop(self._receipts.get(receive, ()))
         return buffer
 
     def send(self, message: Action, tensor: torch.Tensor, target: int) -> None:
-        for sent in [sent for sent, (work, _) in self._going.items() if work.is_completed()]:
-            del self._going[sent]
         self._going[message] = (self._links.send(tensor, target), tensor)
-
-    def arrived(self, message: Action) -> None:
-        """Something came back for it, so it is no longer under way: not every backend says so by itself."""
-        if message in self._going:
-            self._going.pop(message)[0].wait()
+        older = self._receipts.get(message, ())
+        if older:
+            with self._wait():
+                self._drop(older)
 
     def finish(self) -> None:
         """Waits for everything that was sent."""
         with self._wait():
-            for work, _ in self._going.values():
-                work.wait()
-        self._going.clear()
+            self._drop(tuple(self._going))
+
+    def _drop(self, messages: Iterable[Action]) -> None:
+        for message in messages:
+            self._going.pop(message)[0].wait()

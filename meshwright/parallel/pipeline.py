@@ -36,7 +36,8 @@ BEFORE = ("embedding", "position_embedding", "type_embedding", "embedding_norm")
 AFTER = ("norm", "head", "pooler", "classifier")
 """Modules that only the last stage has."""
 MASKED_SHARE = 0.15
-"""Of the positions of a masked language model, those that its head sees: BERT's share, for the balance of the stages."""
+"""Of the positions of a masked language model, those that its head sees: BERT's share, for the balance of the stages. The
+model does not know `objective.mask_fraction`; where that is far from it, `plan.split` says it better."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.distributed import device as devices
 from meshwright.parallel.deferred import Deferral, Factors
-from meshwright.parallel.links import Links, Mail, Waiting
+from meshwright.parallel.links import Links, Mail
+from meshwright.parallel.runner import Forward, Taken, Waiting
 from meshwright.spec.pipeline import (
     BACKWARD,
     FORWARD,
@@ -36,6 +38,7 @@ from meshwright.spec.pipeline import (
     peer,
     pipeline_actions,
     rank_of,
+    receipts,
     stage_of,
     with_messages,
 )
@@ -45,8 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Pipeline"]
 
-Forward = Callable[[Any, int], Any]
-Taken = Callable[[int, Any], None]
+OPEN_EVENTS = 4096
+"""Spans that a clock keeps until the device has reached them; with more the oldest are left out."""
 
 
 class Pipeline:
@@ -77,7 +80,7 @@ class Pipeline:
         self.rank = links.rank
         self.held = stage_of(schedule, ranks, chunks)[self.rank]
         self.clock = StageClock(links.device)
-        self._lists: dict[tuple[bool, int], tuple[Action, ...]] = {}
+        self._lists: dict[tuple[bool, int], tuple[tuple[Action, ...], dict[Action, tuple[Action, ...]]]] = {}
 
     @property
     def final(self) -> int:
@@ -92,22 +95,23 @@ class Pipeline:
         at the call of the model where it is not. taken(i, parts): on the rank of the last stage.
         """
         self.clock.next_step()
-        step = _Step(self, engine, count, forward, factor, taken, wait)
-        step.run(self._actions(count, training=True))
+        actions, told = self._actions(count, training=True)
+        _Step(self, engine, count, forward, factor, taken, wait, told).run(actions)
 
     def evaluate(self, engine: Engine, count: int, forward: Forward, taken: Taken) -> None:
         """Forward alone; `taken` gets the result of every batch on every rank, which must be a tensor of one shape for all."""
         mine: list[torch.Tensor] = []
-        step = _Step(self, engine, count, forward, 1.0, lambda number, result: mine.append(result), nullcontext)
+        actions, told = self._actions(count, training=False)
+        step = _Step(self, engine, count, forward, 1.0, lambda number, result: mine.append(result), nullcontext, told)
         with torch.no_grad():
-            step.run(self._actions(count, training=False))
+            step.run(actions)
         results = self._broadcast(torch.stack(mine) if mine else None)
         for number in range(count):
             taken(number, results[number])
 
     @property
     def seconds(self) -> dict[int, float]:
-        """Of a micro-batch in each stage of this rank, forward and backward, mean over those of the steps so far. Waits for
+        """Of a micro-batch in each stage of this rank, forward and backward, mean over the training steps so far. Waits for
         the device."""
         return {stage: self.clock.of(stage) for stage in self.held}
 
@@ -124,12 +128,14 @@ class Pipeline:
         """All ranks of the pipeline call it."""
         return {"split": [stop - start for start, stop in self.spans], "seconds": self.stage_seconds()}
 
-    def _actions(self, count: int, *, training: bool) -> tuple[Action, ...]:
+    def _actions(self, count: int, *, training: bool) -> tuple[tuple[Action, ...], dict[Action, tuple[Action, ...]]]:
+        """What this rank does, and its `receipts`."""
         key = (training, count)
         if key not in self._lists:
             make = pipeline_actions if training else forward_actions
+            shape = (self.schedule, self.ranks, self.chunks)
             computed = make(self.schedule, self.ranks, count, self.chunks)
-            self._lists[key] = with_messages(computed, self.schedule, self.ranks, self.chunks)[self.rank]
+            self._lists[key] = with_messages(computed, *shape)[self.rank], receipts(computed, *shape)[self.rank]
         return self._lists[key]
 
     def _broadcast(self, results: torch.Tensor | None) -> torch.Tensor:
@@ -193,10 +199,11 @@ class _Step:
         factor: float,
         taken: Taken,
         wait: Waiting,
+        told: Mapping[Action, Sequence[Action]],
     ):
         self.runner, self.engine, self.count = runner, engine, count
         self.forward, self.factor, self.taken = forward, factor, taken
-        self.mail = Mail(runner.links, wait)
+        self.mail = Mail(runner.links, wait, told)
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}
         self.outputs: dict[tuple[int, int], torch.Tensor | GradientEdge | None] = {}
         self.made: dict[Action, torch.Tensor] = {}
@@ -232,8 +239,9 @@ class _Step:
     @functools.cached_property
     def shape(self) -> tuple[int, int, int]:
         """Of hidden states: rows, positions that are here, width."""
+        probe: Any = _Probe(self.runner.model)
         try:
-            self.forward(_Probe(self.runner.model), 0)
+            self.forward(probe, 0)
         except _Reached as reached:
             rows, positions = reached.output.shape
             model: Any = self.runner.model
@@ -256,9 +264,10 @@ class _Step:
         if hidden is not None and torch.is_grad_enabled():
             self.inputs[unit] = hidden.requires_grad_()
         last = stage == runner.final
-        with runner.clock.span(stage, FORWARD):
+        part: Any = _Stage(runner.model, hidden, runner.spans[stage], last)
+        with runner.clock.span(stage, FORWARD) if torch.is_grad_enabled() else nullcontext():  # evaluation is no step
             try:
-                output = self.forward(_Stage(runner.model, hidden, runner.spans[stage], last), micro)
+                output = self.forward(part, micro)
             except _Reached as reached:
                 output = reached.output
         if last:
@@ -277,11 +286,7 @@ class _Step:
     def _gradient(self, stage: int, micro: int) -> torch.Tensor:
         """Of the output of a stage."""
         local = self.made.pop(Action(SEND_GRADIENT, stage + 1, micro), None)
-        if local is not None:
-            return local
-        gradient = self.mail.take(Action(RECEIVE_GRADIENT, stage, micro))
-        self.mail.arrived(Action(SEND_ACTIVATION, stage, micro))
-        return gradient
+        return self.mail.take(Action(RECEIVE_GRADIENT, stage, micro)) if local is None else local
 
     def _backward(self, action: Action) -> None:
         self._run_backward(action, "whole")
@@ -328,11 +333,17 @@ class _Step:
 @dataclass
 class StageClock:
     """Mean seconds of each kind of action in each stage: by the host's clock on a CPU, by events of the device's queue
-    elsewhere. An event that is not over when the next step begins is left out, so that nothing waits."""
+    elsewhere, which are read when they are over, so that nothing waits. The first step counts where there is no other one: it
+    compiles, tunes and allocates."""
 
     device: torch.device
+    _first: dict[tuple[int, str], tuple[float, int]] = field(default_factory=dict)
     _sums: dict[tuple[int, str], tuple[float, int]] = field(default_factory=dict)
-    _open: list[tuple[tuple[int, str], Any, Any]] = field(default_factory=list)
+    _open: deque[tuple[bool, tuple[int, str], torch.Event, torch.Event]] = field(
+        default_factory=lambda: deque(maxlen=OPEN_EVENTS)
+    )
+    """Of spans that the device may not have reached, in its order."""
+    _steps: int = 0
 
     @contextmanager
     def span(self, stage: int, kind: str) -> Iterator[None]:
@@ -342,25 +353,29 @@ class StageClock:
             start.record()
         yield
         if start is None:
-            self._add((stage, kind), time.perf_counter() - began)
+            self._add(self._steps <= 1, (stage, kind), time.perf_counter() - began)
             return
         stop = devices.event(self.device, timing=True)
         assert stop is not None
         stop.record()
-        self._open.append(((stage, kind), start, stop))
+        self._open.append((self._steps <= 1, (stage, kind), start, stop))
 
     def next_step(self) -> None:
-        for key, start, stop in self._open:
-            if stop.query():
-                self._add(key, start.elapsed_time(stop) / 1e3)
-        self._open = []
+        self._read()
+        self._steps += 1
 
     def of(self, stage: int) -> float:
         """Seconds of one micro-batch, all kinds; 0 before any."""
         devices.synchronize(self.device)
-        self.next_step()
-        return sum(total / count for (at, _), (total, count) in self._sums.items() if at == stage)
+        self._read()
+        return sum(total / count for (at, _), (total, count) in (self._first | self._sums).items() if at == stage)
 
-    def _add(self, key: tuple[int, str], seconds: float) -> None:
-        total, count = self._sums.get(key, (0.0, 0))
-        self._sums[key] = (total + seconds, count + 1)
+    def _read(self) -> None:
+        while self._open and self._open[0][-1].query():
+            first, key, start, stop = self._open.popleft()
+            self._add(first, key, start.elapsed_time(stop) / 1e3)
+
+    def _add(self, first: bool, key: tuple[int, str], seconds: float) -> None:
+        sums = self._first if first else self._sums
+        total, count = sums.get(key, (0.0, 0))
+        sums[key] = (total + seconds, count + 1)

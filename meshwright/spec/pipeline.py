@@ -16,7 +16,7 @@ Stages lie on ranks in a loop, stage s on rank s mod p, but in zbv rank r has st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -38,6 +38,7 @@ __all__ = [
     "peer",
     "pipeline_actions",
     "rank_of",
+    "receipts",
     "simulate",
     "splits_backward",
     "stage_of",
@@ -48,6 +49,8 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 SEND_ACTIVATION, RECEIVE_ACTIVATION = "SEND_F", "RECV_F"
 SEND_GRADIENT, RECEIVE_GRADIENT = "SEND_B", "RECV_B"
+UNDER_WAY = 3
+"""Messages from one rank to another that are kept, beside the one that is sent, while nothing says that they are there."""
 
 
 class Action(NamedTuple):
@@ -188,19 +191,97 @@ def with_messages(
     A send follows what it sends. From one rank to another the receives come in the order of the sends, whatever they carry,
     so a link that delivers in order and one way cannot block; links of the two ways must be two. A receive stands `ahead`
     computations before the one that needs it, so that it passes meanwhile, and holds a buffer no longer than that; earlier
-    only where a later message of its link is needed sooner. Neighbouring stages on one rank send nothing.
+    only where a later message of its link is needed sooner. It stands behind every computation of its rank that its message
+    depends on, over however many ranks: an accelerator's receive keeps the device busy until the message is there, and a
+    kernel that is loaded or tuned behind it may wait for an idle device. Neighbouring stages on one rank send nothing.
     """
     last = chunks * ranks - 1
-    sent: dict[tuple[int, int], list[Action]] = {}
+    before, needed = _before(computed, last), _places(computed, last)
+    posts: list[dict[int, list[Action]]] = [{} for _ in computed]
     for rank, actions in enumerate(computed):
-        for action in actions:
+        soonest = {to: len(computed[to]) for to in range(ranks)}
+        for action in reversed(actions):
             message = _result(action, last)
+            if message is None or (to := peer(message, schedule, ranks)) == rank:
+                continue
+            receive = _arrival(message)
+            soonest[to] = min(soonest[to], max(needed[to][receive] - ahead, before[action][to]))
+            posts[to].setdefault(soonest[to], []).insert(0, receive)
+    lists: list[tuple[Action, ...]] = []
+    for rank, actions in enumerate(computed):
+        merged: list[Action] = []
+        for place, action in enumerate(actions):
+            merged += [*posts[rank].get(place, ()), action]
+            message = _result(action, last)
+            if message is not None and peer(message, schedule, ranks) != rank:
+                merged.append(message)
+        lists.append(tuple(merged))
+    return tuple(lists)
+
+
+def receipts(
+    computed: Sequence[Sequence[Action]], schedule: str, ranks: int, chunks: int = 1
+) -> tuple[dict[Action, tuple[Action, ...]], ...]:
+    """Of each rank, by a receive or a send: the messages it sent that are there when that receive has ended, or that it waits
+    for after that send. Those that it waits for at the end of the step are left out.
+
+    A message says that all is there which its sender depended on. Of what nothing tells, as in evaluation, no more than
+    UNDER_WAY messages from one rank to another stay open where all computations take as long: an older one is waited for if it
+    is needed by then. This cannot block, because all waiting is for what comes first in that timeline.
+    """
+    last = chunks * ranks - 1
+    before, needed = _before(computed, last), _places(computed, last)
+    start = simulate(computed, lambda action: 1.0).start
+    made = {_arrival(message): action for action in before if (message := _result(action, last)) is not None}
+
+    def of(rank: int) -> dict[Action, tuple[Action, ...]]:
+        told: dict[Action, tuple[Action, ...]] = {}
+        going: dict[Action, tuple[int, int]] = {}
+        """Messages under way, to the rank and the place of the computation that needs them."""
+
+        def close(key: Action, sent: list[Action]) -> None:
+            if sent:
+                told[key] = tuple(sent)
+            for each in sent:
+                del going[each]
+
+        for place, action in enumerate(computed[rank]):
+            receive, message = _needed(action, last), _result(action, last)
+            if receive is not None and peer(receive, schedule, ranks) != rank:
+                over = before[made[receive]]
+                close(receive, [sent for sent, (to, at) in going.items() if at < over[to]])
             if message is not None and (to := peer(message, schedule, ranks)) != rank:
-                sent.setdefault((rank, to), []).append(message)
-    return tuple(
-        tuple(_merge(rank, actions, sent, last, ahead, lambda message: peer(message, schedule, ranks)))
-        for rank, actions in enumerate(computed)
-    )
+                older = [sent for sent, (target, _) in going.items() if target == to][:-UNDER_WAY]
+                close(message, [sent for sent in older if start[to][going[sent][1]] <= start[rank][place]])
+                going[message] = to, needed[to][_arrival(message)]
+        return told
+
+    return tuple(of(rank) for rank in range(ranks))
+
+
+def _places(computed: Sequence[Sequence[Action]], last: int) -> list[dict[Action, int]]:
+    """Of each rank, by a receive: where it computes what needs it."""
+    return [
+        {receive: place for place, action in enumerate(actions) if (receive := _needed(action, last)) is not None}
+        for actions in computed
+    ]
+
+
+def _before(computed: Sequence[Sequence[Action]], last: int) -> dict[Action, tuple[int, ...]]:
+    """Of each computation, how many of every rank's first ones are over when it is, whatever anything takes: itself and all
+    that it depends on, by messages and by the order of ranks."""
+    start = simulate(computed, lambda action: 1.0).start
+    order = sorted((begin, rank, place) for rank, begins in enumerate(start) for place, begin in enumerate(begins))
+    before: dict[Action, tuple[int, ...]] = {}
+    for _, rank, place in order:
+        action = computed[rank][place]
+        known = [before[need] for need in _needs(action, last, before)]
+        if place:
+            known.append(before[computed[rank][place - 1]])
+        most = [max(counts) for counts in zip(*known, strict=True)] or [0] * len(computed)
+        most[rank] = place + 1
+        before[action] = tuple(most)
+    return before
 
 
 def _result(action: Action, last: int) -> Action | None:
@@ -226,32 +307,6 @@ def _arrival(message: Action) -> Action:
     if message.kind == SEND_ACTIVATION:
         return Action(RECEIVE_ACTIVATION, message.stage + 1, message.micro)
     return Action(RECEIVE_GRADIENT, message.stage - 1, message.micro)
-
-
-def _merge(
-    rank: int,
-    actions: Sequence[Action],
-    sent: dict[tuple[int, int], list[Action]],
-    last: int,
-    ahead: int,
-    of: Callable[[Action], int],
-) -> Iterator[Action]:
-    needed = {receive: place for place, action in enumerate(actions) if (receive := _needed(action, last)) is not None}
-    posts: dict[int, list[Action]] = {}
-    for (_, to), messages in sorted(sent.items()):
-        if to != rank:
-            continue
-        soonest = len(actions)
-        for message in reversed(messages):
-            receive = _arrival(message)
-            soonest = min(soonest, max(0, needed[receive] - ahead))
-            posts.setdefault(soonest, []).insert(0, receive)
-    for place, action in enumerate(actions):
-        yield from posts.get(place, ())
-        yield action
-        result = _result(action, last)
-        if result is not None and of(result) != rank:
-            yield result
 
 
 # ---- what a schedule costs ----------------------------------------------------------------------------------------------
@@ -297,7 +352,7 @@ def simulate(computed: Sequence[Sequence[Action]], seconds: Callable[[Action], f
     return Timeline(tuple(map(tuple, start)), max(free), busy)
 
 
-def _needs(action: Action, last: int, done: dict[Action, float]) -> list[Action]:
+def _needs(action: Action, last: int, done: Container[Action]) -> list[Action]:
     """Computations that come before one, its rank's own order left out."""
     kind, stage, micro = action
     if kind == FORWARD:

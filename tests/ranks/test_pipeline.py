@@ -6,21 +6,25 @@ import gc
 import weakref
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import LayoutError
 from meshwright.models import build
+from meshwright.parallel.links import Mail
 from meshwright.parallel.pipeline import Stages, cut
 from meshwright.parallel.pipeline_runner import _Step
 from meshwright.parallel.sharing import Sharing
 from meshwright.spec.box import Box
 from meshwright.spec.layout import Layout
-from meshwright.spec.pipeline import alive, pipeline_actions
+from meshwright.spec.pipeline import UNDER_WAY, alive, pipeline_actions
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
 from meshwright.spec.stages import rebalance
@@ -251,6 +255,51 @@ def test_activations_are_dropped_as_soon_as_they_are_used(ranks, shape):
         assert most <= alive(mine)
 
 
+def most_sent(job: Job, training: bool) -> int:
+    """Most tensors that were sent and are kept at once. A work says nothing by itself, as NCCL's while the host is ahead."""
+    engine, _ = prepared(job)
+    most, send = 0, Mail.send
+
+    def counted(self: Mail, *args: Any) -> None:
+        nonlocal most
+        send(self, *args)
+        most = max(most, len(self))
+
+    forward = forward_of(job, make_batches(job, 0))
+    with mock.patch.object(Mail, "send", counted):
+        if training:
+            engine.runner.train(engine, job.micros, forward, 1.0, lambda i, parts: None, nullcontext)
+        else:
+            engine.runner.evaluate(engine, job.micros, lambda view, i: forward(view, i).loss_sum[None], lambda i, sums: None)
+    return most
+
+
+# red (8) where `receipts` is empty, (4) in training where only sends wait, (8) in evaluation where only receives tell
+def test_sent_tensors_are_dropped_before_the_step_ends(ranks):
+    job = Job("decoder", micros=8)
+    assert ranks(2).run(most_sent, job, True) == [2, 2]
+    assert ranks(2).run(most_sent, job, False) == [UNDER_WAY + 1, 0]
+
+
+def timeouts() -> set[timedelta | None]:
+    """Of all groups that a cut makes."""
+    seen: list[timedelta | None] = []
+    make = dist.new_subgroups_by_enumeration
+
+    def noted(rows: Any, timeout: timedelta | None = None, **rest: Any) -> Any:
+        seen.append(timeout)
+        return make(rows, timeout=timeout, **rest)
+
+    with mock.patch.object(dist, "new_subgroups_by_enumeration", noted):
+        prepared(Job("tied"))
+    assert len(seen) == 3, "two links and a tie"
+    return set(seen)
+
+
+def test_a_first_message_may_take_as_long_as_other_collectives(ranks):
+    assert ranks(2).run(timeouts) == [{timedelta(minutes=30)}] * 2
+
+
 def timed(job: Job) -> tuple[dict[int, float], list[float], tuple[int, ...]]:
     engine, _ = prepared(job)
     for _ in range(2):
@@ -310,7 +359,7 @@ def test_a_loss_that_calls_no_model_is_named(ranks):
 
 def no_call() -> str:
     engine, stages = prepared(Job("decoder"))
-    step = _Step(engine.runner, engine, 1, lambda model, number: None, 1.0, lambda i, parts: None, nullcontext)
+    step = _Step(engine.runner, engine, 1, lambda model, number: None, 1.0, lambda i, parts: None, nullcontext, {})
     if stages.first:
         return ""
     with pytest.raises(RuntimeError) as caught:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,7 @@ from meshwright.spec.pipeline import (
     RECEIVE_GRADIENT,
     SEND_ACTIVATION,
     SEND_GRADIENT,
+    UNDER_WAY,
     WEIGHT,
     Action,
     alive,
@@ -32,6 +34,7 @@ from meshwright.spec.pipeline import (
     peer,
     pipeline_actions,
     rank_of,
+    receipts,
     simulate,
     splits_backward,
     stage_of,
@@ -84,14 +87,25 @@ def test_forwards_and_backwards_of_a_chunk_are_in_the_order_of_micro_batches(sch
                     seen[kind, stage] += 1
 
 
-def run_messages(lists: Sequence[Sequence[Action]], schedule: str, ranks: int) -> None:
+def arrival(sent: Action) -> Action:
+    forward = sent.kind == SEND_ACTIVATION
+    kind, step = (RECEIVE_ACTIVATION, 1) if forward else (RECEIVE_GRADIENT, -1)
+    return Action(kind, sent.stage + step, sent.micro)
+
+
+def run_messages(
+    lists: Sequence[Sequence[Action]], schedule: str, ranks: int, told: Sequence[dict[Action, tuple[Action, ...]]] = ()
+) -> None:
     """What links do: one queue a pair and direction, a message passes when both its ends have come to it, in order on both
-    sides; computing waits for what it needs. Raises AssertionError where nothing moves or a queue's ends do not match."""
+    sides; computing waits for what it needs, and after a send for what `told` says.
+    Raises AssertionError where nothing moves or a queue's ends do not match."""
     sends: dict[tuple[int, int], collections.deque[Action]] = collections.defaultdict(collections.deque)
     posted: dict[tuple[int, int], collections.deque[Action]] = collections.defaultdict(collections.deque)
     arrived: set[Action] = set()
     done: set[Action] = set()
     place = [0] * ranks
+    open_: list[set[Action]] = [set() for _ in range(ranks)]
+    """Receives of other ranks that this one waits for before it goes on."""
 
     def ready(rank: int, action: Action) -> bool:
         kind, stage, micro = action
@@ -108,7 +122,10 @@ def run_messages(lists: Sequence[Sequence[Action]], schedule: str, ranks: int) -
         for rank in range(ranks):
             while place[rank] < len(lists[rank]):
                 action = lists[rank][place[rank]]
+                if open_[rank] - arrived:
+                    break
                 if action.kind in (SEND_ACTIVATION, SEND_GRADIENT):
+                    open_[rank] = {arrival(sent) for sent in told[rank].get(action, ())} if told else set()
                     sends[rank, peer(action, schedule, ranks)].append(action)
                 elif action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
                     posted[peer(action, schedule, ranks), rank].append(action)
@@ -121,9 +138,7 @@ def run_messages(lists: Sequence[Sequence[Action]], schedule: str, ranks: int) -
         for link in set(sends) & set(posted):
             while sends[link] and posted[link]:
                 sent, receive = sends[link].popleft(), posted[link].popleft()
-                forward = sent.kind == SEND_ACTIVATION
-                assert receive.kind == (RECEIVE_ACTIVATION if forward else RECEIVE_GRADIENT)
-                assert receive[1:] == (sent.stage + (1 if forward else -1), sent.micro)
+                assert receive == arrival(sent)
                 arrived.add(receive)
                 moved = True
         assert moved, [str(lists[rank][place[rank]]) for rank in range(ranks) if place[rank] < len(lists[rank])]
@@ -142,21 +157,92 @@ def test_sends_and_receives_pair_up_and_no_link_blocks(schedule, chunks, ahead):
                 run_messages(lists, schedule, ranks)
 
 
+def past(computed: Sequence[Sequence[Action]]) -> dict[Action, set[Action]]:
+    """All that a computation waits for, directly or not: what it takes from other stages, and what its rank does before."""
+    every = {action for actions in computed for action in actions}
+    previous = {after: action for actions in computed for action, after in itertools.pairwise(actions)}
+    found: dict[Action, set[Action]] = {}
+
+    def of(action: Action) -> set[Action]:
+        if action not in found:
+            kind, stage, micro = action
+            taken = {Action(FORWARD, stage - 1, micro)} if kind == FORWARD else {Action(FORWARD, stage, micro)}
+            if kind in (BACKWARD, INPUT):
+                taken.add(Action(kind, stage + 1, micro))
+            direct = (taken & every) | ({previous[action]} if action in previous else set())
+            found[action] = direct.union(*map(of, direct))
+        return found[action]
+
+    for action in every:
+        of(action)
+    return found
+
+
+def maker(receive: Action, every: set[Action]) -> Action:
+    """The computation whose result a receive brings."""
+    _, stage, micro = receive
+    if receive.kind == RECEIVE_ACTIVATION:
+        return Action(FORWARD, stage - 1, micro)
+    whole = Action(BACKWARD, stage + 1, micro)
+    return whole if whole in every else Action(INPUT, stage + 1, micro)
+
+
+# red where `before` is left out of `soonest`, and where it counts what the sender itself takes, but not its rank's order
 @every_case
-def test_receives_are_posted_before_the_computation_that_goes_on_meanwhile(schedule, chunks):
-    """Two computations or more lie between a receive and the one that needs it, or nothing did before."""
-    for rank, actions in enumerate(with_messages(actions_of(schedule, 4, 8, chunks), schedule, 4, chunks)):
-        computed = 0
-        posted: dict[Action, int] = {}
-        for action in actions:
-            if action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
-                posted[action] = computed
-            elif action.kind in COMPUTED:
-                need = RECEIVE_ACTIVATION if action.kind == FORWARD else RECEIVE_GRADIENT
-                receive = Action(need, action.stage, action.micro)
-                if action.kind != WEIGHT and receive in posted:
-                    assert posted[receive] <= max(0, computed - 1), (rank, action)
-                computed += 1
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_a_receive_follows_what_its_message_depends_on_and_passes_meanwhile(schedule, chunks, ahead):
+    """Behind it a device may have to be idle to load a kernel, which it is not before the message is there. Where nothing of
+    this forbids it, `ahead` computations lie between a receive and the one that needs it."""
+    for ranks, micros in itertools.product(range(2, 6), range(1, 10)):
+        for computed in (actions_of(schedule, ranks, micros, chunks), forward_actions(schedule, ranks, micros, chunks)):
+            before = past(computed)
+            for actions in with_messages(computed, schedule, ranks, chunks, ahead):
+                own = [action for action in actions if action.kind in COMPUTED]
+                done = 0
+                for action in actions:
+                    if action.kind in COMPUTED:
+                        done += 1
+                    elif action.kind in (RECEIVE_ACTIVATION, RECEIVE_GRADIENT):
+                        made = maker(action, set(before))
+                        first = 1 + max((place for place, each in enumerate(own) if each in before[made]), default=-1)
+                        kinds = (FORWARD,) if action.kind == RECEIVE_ACTIVATION else (BACKWARD, INPUT)
+                        needed = next(place for place, each in enumerate(own) if each[0] in kinds and each[1:] == action[1:])
+                        assert first <= done <= max(first, needed - ahead), (ranks, micros, action)
+
+
+# red where a receive tells of one computation more than its sender depends on, where a send waits for all that is under way
+# (deadlock), and where sends wait for nothing (count)
+@every_case
+def test_receipts_are_true_cannot_block_and_bound_what_is_kept(schedule, chunks):
+    for ranks, micros in itertools.product(range(2, 6), (1, 2, 3, 5, 8, 24)):
+        for computed in (actions_of(schedule, ranks, micros, chunks), forward_actions(schedule, ranks, micros, chunks)):
+            lists, told, before = (
+                with_messages(computed, schedule, ranks, chunks),
+                receipts(computed, schedule, ranks, chunks),
+                {},
+            )
+            if micros <= 8:
+                before = past(computed)
+            run_messages(lists, schedule, ranks, told)
+            for rank, actions in enumerate(lists):
+                kept: set[Action] = set()
+                for action in actions:
+                    key = action
+                    if action.kind in (FORWARD, BACKWARD, INPUT):
+                        key = Action(RECEIVE_ACTIVATION if action.kind == FORWARD else RECEIVE_GRADIENT, *action[1:])
+                    elif action.kind in (SEND_ACTIVATION, SEND_GRADIENT):
+                        kept.add(action)
+                    else:
+                        continue
+                    closed = set(told[rank].get(key, ()))
+                    assert closed <= kept
+                    kept -= closed
+                    if before and closed and key != action:
+                        source = maker(key, set(before))
+                        over = {(stage, micro, kind == FORWARD) for kind, stage, micro in before[source] | {source}}
+                        assert {(arrival(sent).stage, sent.micro, sent.kind == SEND_ACTIVATION) for sent in closed} <= over
+                    links = collections.Counter(peer(sent, schedule, ranks) for sent in kept)
+                    assert all(count <= 2 * UNDER_WAY for count in links.values()), (ranks, micros, action)
 
 
 def test_stages_that_are_neighbours_on_one_rank_send_nothing():

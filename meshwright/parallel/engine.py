@@ -295,8 +295,7 @@ class Engine:
         return [*kinds, ("ema", self.optimizer.averages)] if self.optimizer.averages else kinds
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        kept = self.model.state_dict(keep_vars=True)
-        return ((name, buffer) for name, buffer in self.model.named_buffers() if name in kept)
+        return ((name, buffer) for name, buffer in self.model.named_buffers() if name in self.parameters.persistent)
 
     def extra_state(self) -> dict[str, Any]:
         """JSON values beside the tensors: updates made, and the loss scaler."""

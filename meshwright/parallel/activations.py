@@ -112,10 +112,10 @@ class _Call:
         if (before := self.before()) is not None:
             before._fetch()
         assert kept.here is not None
-        if (
-            self._left is not None
-        ):  # of the newest block it is the original, which may still be on its way out: whoever computes
-            self._left.wait()  # in its memory next would change what a second backward is given
+        if self._left is not None:
+            # The newest block's own tensor may still be on its way out: what uses its memory next would change what a second
+            # backward is given.
+            self._left.wait()
         tensor, kept.here, kept.used = kept.here, None, True
         return tensor
 

@@ -10,7 +10,8 @@ Which time line:
   the span delayed the device. A loader that is late by 50 ms while the device still has queued work costs nothing and shows
   nothing; when the device has run dry, it shows 50 ms of data. The wait of the compute stream for a collective is the time
   between an event before and one after the wait: exposed communication, without any synchronisation.
-  Gaps between kernels inside a compute span (launch cost) count as compute; GPU utilisation shows them.
+  Gaps between kernels inside a compute span (launch cost) count as compute; GPU utilisation shows them. So do waits that
+  nobody puts a span around: for weights under ZeRO, for reductions waited for inside backward, for tensor-parallel collectives.
 
 The wall time of a step reaches from the end of the step before to its own end, on the same time line, so the walls of a
 run add up to the run. Events are read when a `Split` is first looked at: look at it one step late, beside the loss, and

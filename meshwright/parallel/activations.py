@@ -1,6 +1,7 @@
 """Activations in host memory: what blocks keep for backward leaves the device after forward and comes back for backward.
 
 Every kept byte crosses the link to the host twice, while other blocks compute; what two blocks keep is on the device at a time.
+Pinned memory of the host is rounded up to a power of two by torch, each tensor by itself, and kept for the next one as large.
 Parameters stay, and what all blocks are given beside their input (tables of positions, documents). On a CPU it is a plain copy.
 """
 
@@ -111,6 +112,10 @@ class _Call:
         if (before := self.before()) is not None:
             before._fetch()
         assert kept.here is not None
+        if self._left is not None:
+            # The newest block's own tensor may still be on its way out: what uses its memory next would change what a second
+            # backward is given.
+            self._left.wait()
         tensor, kept.here, kept.used = kept.here, None, True
         return tensor
 

@@ -240,5 +240,6 @@ class Bucket:
 
 
 def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros [size] in host memory, pinned for copies from and to `device`."""
+    """Zeros [size] in host memory, pinned for copies from and to `device`: torch rounds pinned bytes up to a power of two, so
+    that up to twice as many are taken."""
     return torch.zeros(size, dtype=dtype, pin_memory=device.type != "cpu")

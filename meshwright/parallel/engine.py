@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -143,7 +144,8 @@ class Engine:
     def micro_square_norms(self) -> list[torch.Tensor]:
         """One 0-d square norm of a part of the gradient, loss scale removed and summed over the parts of the model: with
         several data ranks of this one's part, on one rank, and from ZeRO-2 on, of the first micro-step
-        (`gradients.noise_of_one_micro_step`). There after `finish`; empty without `measure_noise` or without parts.
+        (`gradients.noise_of_one_micro_step`). There after `finish`; empty without `measure_noise` or without parts, nan where
+        some rank of a split model has none.
 
         A part carries the step's division by the global number of targets: times targets / (targets of the part) it is
         the part's mean gradient.
@@ -181,8 +183,12 @@ class Engine:
     def finish(self, wait: Waiting = nullcontext) -> None:
         """Waits for outstanding reductions; the waiting alone is inside `wait()`."""
         self.gradients.finish(wait)
-        for square in self.gradients.square_norms:
-            reduce_sum(square, self.axes.model.values())
+        if self.measure_noise and self.axes.model:
+            # Whether it could be measured depends on what a rank holds and on how its backward ran. All take part all the same:
+            # one rank's nan makes it nan everywhere.
+            device = self.parameters.groups[0].device
+            mine = self.gradients.square_norms or [torch.full((), math.nan, dtype=torch.float64, device=device)]
+            self.gradients.square_norms = [reduce_sum(mine[0].double(), self.axes.model.values())]
 
     def grad_norm(self) -> torch.Tensor:
         """L2 norm over all logical elements of the gradient, loss scale removed: 0-d, at least fp32, the same bits on
@@ -289,8 +295,7 @@ class Engine:
         return [*kinds, ("ema", self.optimizer.averages)] if self.optimizer.averages else kinds
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        kept = self.model.state_dict(keep_vars=True)
-        return ((name, buffer) for name, buffer in self.model.named_buffers() if name in kept)
+        return ((name, buffer) for name, buffer in self.model.named_buffers() if name in self.parameters.persistent)
 
     def extra_state(self) -> dict[str, Any]:
         """JSON values beside the tensors: updates made, and the loss scaler."""

@@ -90,6 +90,9 @@ class FlatParameters:
         self.offload = offload
         self.sharing = sharing or Sharing()
         self._ways, self._bucket_bytes = ways, bucket_bytes
+        kept = model.state_dict(keep_vars=True)  # now: ZeRO-3 refuses it later
+        self.persistent = frozenset(name for name, _ in model.named_buffers() if name in kept)
+        """Names of the buffers that a checkpoint keeps."""
         every = canonical(model, table)
         check_kinds(every)
         words = tuple(no_decay)
@@ -161,7 +164,7 @@ class FlatParameters:
         """Call it after the working weights of a range were changed; other ranks may compute with them."""
 
     def settle(self) -> None:
-        """Waits until every published weight is here."""
+        """Waits until every published weight is here, and nothing else is reading them: they may be overwritten."""
 
     def settle_shared(self) -> None:
         """Waits for the published weights that no block of `model.layers` waits for."""
@@ -201,6 +204,7 @@ class FlatParameters:
         values: (name in this model, placement) to what this rank's parameter holds, of its shape (or of the placement's box,
         where the parameter is padded beyond it with zeros), of any dtype and on any device.
         """
+        self.settle()
         for group, slot in self.each():
             group.fill(slot, _padded(values(slot.name, slot.placement), slot.shape))
         for name, parameter in self.frozen.items():
@@ -209,6 +213,7 @@ class FlatParameters:
 
     def refresh(self) -> None:
         """Working weights from the masters."""
+        self.settle()
         for part in self.ranges:
             if part.mixed:
                 part.working.copy_(part.master)

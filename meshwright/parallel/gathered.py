@@ -13,8 +13,8 @@ again that were gathered for backward.
 
 With P trainable parameters, E of them outside of blocks, B in the largest block, N = dp_shard, w and g as in `zero` and M
 micro-steps a rank holds (w + g) P / N, at most w (E + 2 B) of whole weights and gradients of about two blocks, and it
-receives w (N-1)/N (2 P - E - L) M of weights, L of them in the last block, which is kept for backward ("once": w (N-1)/N P,
-as ZeRO-1), and sends g (N-1)/N P M of gradients.
+receives w (N-1)/N (2 P - E - L) M of weights, L of them in the last block, which is kept for backward (2 P - E in a pipeline,
+whose backward comes later; "once": w (N-1)/N P, as ZeRO-1), and sends g (N-1)/N P M of gradients.
 
 All ranks gather and reduce in one order, which follows from where the model's forward goes, not from the gradients that
 arrive: a weight that is unused on one rank alone changes nothing. The blocks that a forward visits are remembered, to know
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.compat import all_gather_single
+from meshwright.distributed import device as devices
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.flat import Bucket, Group, Range, Run, Slot, cut_runs, host_zeros
 from meshwright.parallel.replicate import Lane, second_gradient
 from meshwright.parallel.zero import Part, ShardedGroup, ShardedParameters, StreamedGradients
@@ -51,6 +54,8 @@ class GatheredPart(Part):
         self._bytes = self.whole_weights.untyped_storage().nbytes()
         self.views = {id(s): self.whole_weights[s.start - self.begin :][: s.size].view(s.shape) for s in slots}
         self._work: dist.Work | None = None
+        self.stream: torch.Stream | None = None
+        """On which pieces come from the host; None: on the one that computes."""
         self.there = True
         """Whether the weights are there or on their way."""
         self.release()
@@ -66,8 +71,12 @@ class GatheredPart(Part):
         if self.there or not self.size:
             return
         self.whole_weights.untyped_storage().resize_(self._bytes)
-        piece = self.working.to(self.group.device, non_blocking=True)
-        self._work = all_gather_single(self.whole_weights, piece, group=group, async_op=True)
+        # from the host the piece comes on a stream of its own, behind what is queued now (it may still use that memory) and
+        # beside what is queued later: the block before the one that it is gathered for
+        devices.wait_stream(self.stream, None)
+        with devices.use_stream(self.stream):
+            piece = self.working.to(self.group.device, non_blocking=True)
+            self._work = all_gather_single(self.whole_weights, piece, group=group, async_op=True)
         self.there = True
 
     def wait(self) -> None:
@@ -134,7 +143,14 @@ class GatheredParameters(ShardedParameters):
         self._ends: set[nn.Module] = set()
         """Blocks with which a forward ends."""
         self._ahead: set[Part] = set()
+        self._whole = False
+        """Whether the model's parameters are whole masters at present."""
         super().__init__(model, group, **options)
+        self._staged = self.offload == "parameters"
+        """Whether weights are copied from the host while the host goes on."""
+        stream = devices.stream(self.groups[0].device) if self._staged else None
+        for part in self.parts:
+            part.stream = stream
 
     def _cut(self, slots: Sequence[Slot], align: int, limit: int) -> list[list[Slot]]:
         """A bucket a unit, however large."""
@@ -149,7 +165,9 @@ class GatheredParameters(ShardedParameters):
         updated.release()
 
     def settle(self) -> None:
-        """Nothing is on its way between the uses of a unit."""
+        """Nothing is on its way between the uses of a unit; but copies from host memory that is overwritten next may be."""
+        if self._staged:
+            devices.synchronize(self.groups[0].device)
 
     def settle_shared(self) -> None:
         """They are gathered when the model runs."""
@@ -169,6 +187,26 @@ class GatheredParameters(ShardedParameters):
             block.register_forward_pre_hook(lambda module, _: self._before(module))
             block.register_forward_hook(lambda module, _, output: self._after(module, output))
         self.model.register_forward_hook(lambda *_: self._leave())
+        for module in self.model.modules():
+            if any(parameter.requires_grad for parameter in module.parameters(recurse=False)):
+                module.register_state_dict_pre_hook(lambda *_: self._check_whole())
+
+    def _check_whole(self) -> None:
+        """Raises MeshwrightError but inside `masters`: what a state_dict would hand out has no memory, or has none soon."""
+        if not self._whole:
+            raise MeshwrightError(
+                "state_dict under ZeRO-3: the model has no weights between the uses of a block. Take them from a checkpoint, "
+                "from engine.parameters_state() (this rank's pieces), or inside engine.masters() (all of them)"
+            )
+
+    @contextmanager
+    def masters(self) -> Iterator[None]:
+        with super().masters():
+            self._whole = True
+            try:
+                yield
+            finally:
+                self._whole = False
 
     def _enter(self) -> None:
         self._walk = _Walk()

@@ -51,9 +51,7 @@ class HostStage:
             working = self._buffer("working", part.working.dtype, number % 2)[: span.stop - span.start]
             yield span, gradient, working
             part.working[span].copy_(working, non_blocking=True)
-            self._sent[number % 2] = self._mark()
-        for turn in (0, 1):
-            self._await_sent(turn)
+            self._sent[number % 2] = self._mark()  # waited for before the buffer is used again, be it by another range
 
     def _fetch(self, part: Range, span: slice, turn: int) -> tuple[torch.Tensor, torch.Event | None]:
         source = part.gradient[span]

@@ -32,7 +32,7 @@ class FlatOptimizer:
         self.ema = ema
         names = ("exp_avg", "exp_avg_sq") if config.kind == "adamw" else ("momentum",) if config.momentum else ()
         self.moments = [{name: part.buffer() for name in names} for part in parameters.ranges]
-        self.averages = [part.master.clone() for part in parameters.ranges] if ema else []
+        self.averages = [part.buffer().copy_(part.master) for part in parameters.ranges] if ema else []
         device = parameters.groups[0].device
         largest = max(part.master.numel() for part in parameters.ranges)
         self._stage = HostStage(device, largest) if parameters.offload != "none" else None

@@ -17,7 +17,7 @@ BUCKETS_IN_FLIGHT = 4
 class StateBytes:
     """weights, gradients, optimizer: there on the device from step to step. gathered: the most whole weights that ZeRO-3 holds
     beside them at any time. staging: the most that ZeRO-2 and ZeRO-3 hold of gradients that are filled or on their way. host:
-    what is kept in host memory.
+    what is kept in host memory, before torch rounds each pinned buffer up to a power of two (at most twice as much).
     """
 
     weights: float

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
+from meshwright.distributed import device as devices
 from meshwright.errors import LayoutError
-from meshwright.parallel import offload
+from meshwright.parallel import buffers, offload
 from meshwright.parallel.apply import parallelize
-from meshwright.parallel.flat import Range
+from meshwright.parallel.flat import Range, host_zeros
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
-from tests.ranks.replicas import Job, Outcome, make_model, oracle, train
+from tests.ranks.replicas import Job, Outcome, build, make_model, one_step, oracle, train
 from tests.ranks.test_replicate import difference
 from tests.ranks.test_zero import TOLERANCE, job_of
 
@@ -69,6 +72,66 @@ def test_not_one_bit_differs(ranks, precision, stage, where):
     for ours, other in zip(ranks(2).run(train_in_windows, case), plain, strict=True):
         assert ours.losses == other.losses and ours.steps == other.steps
         assert all(torch.equal(ours.state[name], value) for name, value in other.state.items())
+
+
+def snapshots(case: Job) -> list[tuple[str, bool]]:
+    """What overwrites weights in host memory, and whether the device was waited for while they were still as before."""
+    engine, seen = build(case), []
+    one_step(engine, case, dist.get_rank(), 0, Outcome())
+
+    def weights() -> torch.Tensor:
+        return torch.cat([part.working.flatten().clone() for part in engine.parameters.ranges])
+
+    def overwrite(name: str, action: Callable[[], None]) -> None:
+        before, found = weights(), []
+        with mock.patch.object(devices, "synchronize", lambda device: found.append(weights())):
+            action()
+        seen.append((name, bool(found) and torch.equal(found[0], before) and not torch.equal(weights(), before)))
+
+    def by_hand() -> None:
+        with engine.masters() as model, torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+
+    def changed() -> None:
+        for part in engine.parameters.ranges:
+            if part.mixed:
+                part.master.add_(1)
+        engine.after_load()
+
+    averaged = engine.averaged()
+    overwrite("average in", averaged.__enter__)
+    overwrite("average out", lambda: averaged.__exit__(None, None, None))
+    overwrite("masters", by_hand)
+    overwrite("fill", lambda: engine.fill(lambda name, placement: torch.full(placement.box.shape, 0.5)))
+    if case.precision == "bf16":  # else the weights are the masters: nothing is left to do after a load
+        overwrite("load", changed)
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_host_memory_is_overwritten_only_when_no_copy_of_it_is_queued(ranks, precision):
+    # Red without the wait in `settle`, or where `fill` or `refresh` does not settle first.
+    for found in ranks(2).run(snapshots, job(3, "parameters", precision=precision, ema=0.5)):
+        assert len(found) >= 4 and all(well for _, well in found), found
+
+
+def test_everything_that_stays_on_the_host_is_pinned_alike():
+    # Red when averages are cloned: their memory would be pageable.
+    made: list[int] = []
+
+    def noted(*args: Any) -> torch.Tensor:
+        out = host_zeros(*args)
+        made.append(out.data_ptr())
+        return out
+
+    with mock.patch.object(buffers, "host_zeros", noted):
+        engine = build(Job(offload="optimizer", ema=0.5))
+    parts = engine.parameters.ranges
+    for kept in ([part.master for part in parts], engine.optimizer.averages, *map(dict.values, engine.optimizer.moments)):
+        assert all(each.data_ptr() in made for each in kept) and kept
+    for part, average in zip(parts, engine.optimizer.averages, strict=True):
+        assert torch.equal(average, part.master) and average.any()
 
 
 def test_parameters_stay_where_ranks_compute_with_whole_weights():

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.distributed.piece import Piece
+from meshwright.errors import MeshwrightError
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.gathered import GatheredGradients, GatheredParameters, GatheredPart
 from meshwright.spec.placement import Placement
@@ -239,6 +240,37 @@ def test_filling_one_parameter_after_another(ranks, precision, stage):
 
 def train_losses(ranks: Any, job: Job) -> list[float]:
     return ranks(2).run(train, replace(job, steps=2))[0].losses
+
+
+class Buffered(Straight):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+
+def read(job: Job) -> tuple[list[str], list[str], list[str], list[str]]:
+    """What reading weights by state_dict says before a step, after one, and of a block; names inside masters; what is kept."""
+    made = build(job, Buffered().double())
+    said = []
+    for module in (made.model, made.model, made.model.layers[0]):
+        try:
+            module.state_dict()
+        except MeshwrightError as error:
+            said.append(str(error))
+        one_step(made, job, dist.get_rank(), len(said), Outcome())
+    with made.masters() as model:
+        inside = list(model.state_dict())
+        whole = [name for name, value in model.named_parameters(remove_duplicate=False) if value.untyped_storage().nbytes()]
+    return said, inside, whole, [piece.name for piece in made.parameters_state()]
+
+
+def test_a_state_dict_is_refused_where_there_are_no_weights(ranks):
+    # Red when it hands out tensors without memory, and when a checkpoint loses buffers, or keeps those that are none of it.
+    for said, inside, whole, kept in ranks(2).run(read, job_of("2", 3)):
+        assert len(said) == 3 and all("engine.masters()" in text for text in said)
+        assert {*whole, "seen"} == set(inside) and whole
+        assert "model/seen" in kept and "model/scratch" not in kept
 
 
 # ---- as pipelines drive it -------------------------------------------------------------------------------------------------

@@ -122,6 +122,24 @@ def test_without_an_average_the_weights_stay():
         assert torch.equal(engine.model.embedding.weight.detach(), before)
 
 
+@pytest.mark.parametrize("way", ["fill", "masters"])
+def test_averages_start_from_filled_weights(way):
+    # Red when they go on from those before.
+    engine = build(Job(ema=0.5))
+    step(engine), step(engine, 1)
+    values = dict(make_model(seed=5).named_parameters())
+    if way == "fill":
+        engine.fill(lambda name, _: values[name].detach())
+    else:
+        with engine.masters() as model, torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(values[name])
+    averages = {p.name.removeprefix("ema/"): p.tensor for p in engine.parameters_state() if p.name.startswith("ema/")}
+    assert averages
+    for name, average in averages.items():
+        assert torch.equal(average, values[name].detach().to(average.dtype)), name
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_a_meta_model_is_filled_in_master_precision(precision):
     reference = build(Job(precision=precision, ema=0.5), make_model(torch.float32))

@@ -165,6 +165,37 @@ def test_a_graph_that_is_kept_gives_its_gradient_twice():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_what_backward_takes_has_left_before_its_memory_is_free(monkeypatch):
+    # Red when the newest block's own tensors are given away while they are copied out.
+    waited: list[activations._Call] = []
+
+    class Left:
+        def __init__(self, call: activations._Call) -> None:
+            self.call = call
+
+        def wait(self) -> None:
+            waited.append(self.call)
+
+    original = activations._Call.close
+
+    def close(call: activations._Call) -> None:
+        original(call)
+        call._left = Left(call)  # type: ignore[assignment]
+
+    monkeypatch.setattr(activations._Call, "close", close)
+    taken: list[bool] = []
+    take = activations._Call.take
+
+    def taking(call: activations._Call, number: int) -> torch.Tensor:
+        out = take(call, number)
+        taken.append(call in waited)
+        return out
+
+    monkeypatch.setattr(activations._Call, "take", taking)
+    hidden(prepared("llama", Plan(offload_activations=True))).sum().backward()
+    assert taken and all(taken)
+
+
 def test_an_error_in_a_block_leaves_no_hook_behind():
     class Broken(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

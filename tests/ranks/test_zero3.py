@@ -194,7 +194,7 @@ def evaluated(job: Job) -> tuple[float, float, float, int]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_leaves_nothing_behind(ranks, precision, gather):
     job = job_of("2", 3, precision=precision, ema=0.6, gather=gather)
-    expected = ranks(2).run(evaluated_plainly, replace(job, layout=None))[0]
+    expected = ranks(2).run(evaluated_plainly, replace(job, layout=None, gather="twice"))[0]
     for before, inside, after, held in ranks(2).run(evaluated, job):
         assert (before, inside, after) == expected and before == after != inside
         assert held == 0

@@ -13,14 +13,14 @@ from meshwright.errors import Finding, LayoutError
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.flat import FlatParameters
-from meshwright.parallel.gathered import GatheredGradients, GatheredParameters
+from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.tensor import split_tensors
-from meshwright.parallel.update import FlatOptimizer
 from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
+from meshwright.parallel.zero3 import GatheredGradients, GatheredParameters
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused

@@ -19,10 +19,10 @@ from meshwright.parallel.compile import compile_errors
 from meshwright.parallel.consistency import Copy, first_difference
 from meshwright.parallel.flat import FlatParameters, Run
 from meshwright.parallel.norm import agree_any, agree_least, clip_coefficient, reduce_sum
+from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import LossScaler
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.runner import Forward, Runner, SerialRunner, Taken, Waiting
-from meshwright.parallel.update import FlatOptimizer
 from meshwright.spec.placement import Placement
 
 __all__ = ["Axes", "Engine", "StepInfo"]

@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.errors import Finding, LayoutError
-from meshwright.parallel.deferred import Deferral
 from meshwright.parallel.links import Links, pairs_of
 from meshwright.parallel.pipeline_runner import Pipeline
 from meshwright.parallel.sharing import Sharing
+from meshwright.parallel.split_backward import Deferral
 from meshwright.spec.pipeline import rank_of, splits_backward, stage_of
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan

@@ -21,9 +21,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.distributed import device as devices
-from meshwright.parallel.deferred import Deferral, Factors
 from meshwright.parallel.links import Links, Mail
 from meshwright.parallel.runner import Forward, Taken, Waiting
+from meshwright.parallel.split_backward import Deferral, Factors
 from meshwright.spec.pipeline import (
     BACKWARD,
     FORWARD,

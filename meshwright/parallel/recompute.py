@@ -6,7 +6,7 @@ With B rows, S positions, D width and w bytes an element, a block that is recomp
 
 for one more forward in backward: a third more arithmetic. "selective" keeps the outputs of its matrix products and of attention
 beside it, and recomputes norms, activation, rotation, dropout and sums, which cost memory traffic but hardly any arithmetic.
-What is kept may wait in host memory (`activations`).
+What is kept may wait in host memory (`offload_activations`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.layers import Layer
-from meshwright.parallel.activations import Host, offload
+from meshwright.parallel.offload_activations import Host, offload
 from meshwright.spec.plan import Plan
 
 __all__ = ["KEPT", "recompute_blocks"]

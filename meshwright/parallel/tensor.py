@@ -40,8 +40,8 @@ from meshwright.kernels.vocab_cross_entropy import vocab_cross_entropy
 from meshwright.models.heads import LanguageHead, LossParts
 from meshwright.models.layers import MLP, Attention, Layer
 from meshwright.models.trunk import Trunk
-from meshwright.parallel.deferred import Deferral, deferred_linear
 from meshwright.parallel.sharing import Sharing
+from meshwright.parallel.split_backward import Deferral, deferred_linear
 from meshwright.spec.box import Box
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan

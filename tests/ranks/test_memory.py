@@ -15,7 +15,7 @@ from torch import nn
 from meshwright.config.schema import OptimizerConfig
 from meshwright.parallel import zero
 from meshwright.parallel.apply import Engine, parallelize
-from meshwright.parallel.gathered import GatheredParameters, GatheredPart
+from meshwright.parallel.zero3 import GatheredParameters, GatheredPart
 from meshwright.plan.memory import BUCKETS_IN_FLIGHT, state_bytes
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan

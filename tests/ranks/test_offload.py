@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.distributed import device as devices
 from meshwright.errors import LayoutError
-from meshwright.parallel import buffers, offload
+from meshwright.parallel import buffers
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.flat import Range, host_zeros
 from meshwright.spec.layout import Layout
@@ -34,17 +34,17 @@ def job(stage: int, where: str, **settings: object) -> Job:
 def train_in_windows(case: Job, fault: str = "") -> Outcome:
     """Windows of 70 elements: ranges are cut, with rests."""
     patches = {
-        "": mock.patch.object(offload, "WINDOW", 70),
-        "weights stay": mock.patch.object(offload.HostStage, "windows", _lost),
+        "": mock.patch.object(offload_optimizer, "WINDOW", 70),
+        "weights stay": mock.patch.object(offload_optimizer.HostStage, "windows", _lost),
     }
-    with mock.patch.object(offload, "WINDOW", 70), patches[fault]:
+    with mock.patch.object(offload_optimizer, "WINDOW", 70), patches[fault]:
         return train(case)
 
 
-_windows = offload.HostStage.windows
+_windows = offload_optimizer.HostStage.windows
 
 
-def _lost(self: offload.HostStage, part: Range) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
+def _lost(self: offload_optimizer.HostStage, part: Range) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None]]:
     for span, gradient, working in _windows(self, part):
         yield span, gradient, None if working is None else working.clone()
 

@@ -16,9 +16,9 @@ from meshwright.parallel import apply
 from meshwright.parallel.apply import Engine
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes
+from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.sharing import Sharing
-from meshwright.parallel.update import FlatOptimizer
 from meshwright.spec.box import Box
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan

@@ -14,8 +14,8 @@ from meshwright.errors import LayoutError
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.engine import Axes, Engine
 from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.replicate import Gradients
-from meshwright.parallel.update import FlatOptimizer
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from tests.ranks.pool import mesh

@@ -19,12 +19,12 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel import replicate
 from meshwright.parallel.engine import Axes, Engine
 from meshwright.parallel.flat import FlatParameters, Unit, unit_of
-from meshwright.parallel.gathered import GatheredGradients, GatheredParameters
+from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import working_dtype
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.sharing import Sharing
-from meshwright.parallel.update import FlatOptimizer
 from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
+from meshwright.parallel.zero3 import GatheredGradients, GatheredParameters
 from meshwright.spec.box import Box
 from meshwright.spec.layout import Layout
 from meshwright.spec.placement import Placement

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
-from meshwright.parallel import engine, gathered, zero
+from meshwright.parallel import engine, zero
 from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
 from tests.ranks.replicas import Job, Outcome, Toy, _copy, build, loss_sum, make_batch, make_model, one_step, oracle, train
@@ -67,7 +67,7 @@ FAULTS: dict[str, Any] = {
     "replicas not summed": lambda: mock.patch.object(zero.ShardedGradients, "_sum_replicas", lambda self, part: None),
     "gaps counted": _dirty_gaps,
     "weights not gathered": lambda: mock.patch.object(zero.ShardedParameters, "publish", lambda self, updated: None),
-    "weights of one shard": lambda: mock.patch.object(gathered, "all_gather_single", _own_copies),
+    "weights of one shard": lambda: mock.patch.object(zero3, "all_gather_single", _own_copies),
     "norm of one axis": _norm_of_one_axis,
     "unused not zeroed": lambda: mock.patch.object(zero.StreamedGradients, "_zero_rest", _stale),
 }
@@ -220,14 +220,14 @@ def late(collective: Any) -> Any:
 
 def train_late(job: Job, fault: str) -> Outcome:
     with contextlib.ExitStack() as stack:
-        for module, name in ((zero, "all_gather_single"), (zero, "reduce_scatter_single"), (gathered, "all_gather_single")):
+        for module, name in ((zero, "all_gather_single"), (zero, "reduce_scatter_single"), (zero3, "all_gather_single")):
             stack.enter_context(mock.patch.object(module, name, late(getattr(module, name))))
         if fault == "blocks do not wait":
             stack.enter_context(mock.patch.object(zero.ShardedParameters, "_hook_forward", lambda self: None))
         if fault == "the rest does not wait":
             stack.enter_context(mock.patch.object(zero.ShardedParameters, "settle_shared", lambda self: None))
         if fault == "nobody waits":
-            stack.enter_context(mock.patch.object(gathered.GatheredPart, "wait", lambda self: None))
+            stack.enter_context(mock.patch.object(zero3.GatheredPart, "wait", lambda self: None))
         return train_without_looking(job)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.distributed.piece import Piece
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.apply import Engine
-from meshwright.parallel.gathered import GatheredGradients, GatheredParameters, GatheredPart
+from meshwright.parallel.zero3 import GatheredGradients, GatheredParameters, GatheredPart
 from meshwright.spec.placement import Placement
 from tests.ranks.replicas import (
     Block,

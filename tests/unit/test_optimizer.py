@@ -8,7 +8,7 @@ from torch import nn
 
 from meshwright.config.schema import OptimizerConfig
 from meshwright.parallel.flat import FlatParameters
-from meshwright.parallel.update import FlatOptimizer
+from meshwright.parallel.optimizer import FlatOptimizer
 
 
 def model(seed: int = 0) -> nn.Module:

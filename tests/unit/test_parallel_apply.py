@@ -10,7 +10,6 @@ from torch import nn
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.errors import LayoutError, MeshwrightError
-from meshwright.parallel import update
 from meshwright.parallel.apply import parallelize
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -96,7 +95,7 @@ def test_persistent_buffers_are_kept_and_others_not():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_average_is_swapped_in_and_the_weights_come_back_bit_for_bit(precision, monkeypatch):
     # Red when the exchange stops after its first block, and when the average takes the weights before the update.
-    monkeypatch.setattr(update, "_EXCHANGE", 100)
+    monkeypatch.setattr(optimizer, "_EXCHANGE", 100)
     engine = build(Job(precision=precision, ema=0.75))
     by_hand = {slot.name: slot.of(group.master).clone() for group, slot in engine.parameters.each()}
     for number in range(3):

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import LayoutError
 from meshwright.kernels.dropout import position_keys
-from meshwright.parallel import activations
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.spec.plan import Plan
@@ -141,9 +140,9 @@ def test_what_is_kept_shrinks_and_a_recomputed_block_keeps_its_input_and_keys():
 
 def test_offloaded_blocks_keep_nothing_on_the_device_and_parameters_do_not_travel(monkeypatch):
     # Red when parameters are packed, and when the call before is not let go.
-    calls: list[activations._Call] = []
-    original = activations._Call.close
-    monkeypatch.setattr(activations._Call, "close", lambda self: (calls.append(self), original(self))[1])
+    calls: list[offload_activations._Call] = []
+    original = offload_activations._Call.close
+    monkeypatch.setattr(offload_activations._Call, "close", lambda self: (calls.append(self), original(self))[1])
     model = prepared("llama", Plan(offload_activations=True))
     out = hidden(model)
     assert len(calls) == LAYERS
@@ -167,31 +166,31 @@ def test_a_graph_that_is_kept_gives_its_gradient_twice():
 
 def test_what_backward_takes_has_left_before_its_memory_is_free(monkeypatch):
     # Red when the newest block's own tensors are given away while they are copied out.
-    waited: list[activations._Call] = []
+    waited: list[offload_activations._Call] = []
 
     class Left:
-        def __init__(self, call: activations._Call) -> None:
+        def __init__(self, call: offload_activations._Call) -> None:
             self.call = call
 
         def wait(self) -> None:
             waited.append(self.call)
 
-    original = activations._Call.close
+    original = offload_activations._Call.close
 
-    def close(call: activations._Call) -> None:
+    def close(call: offload_activations._Call) -> None:
         original(call)
         call._left = Left(call)  # type: ignore[assignment]
 
-    monkeypatch.setattr(activations._Call, "close", close)
+    monkeypatch.setattr(offload_activations._Call, "close", close)
     taken: list[bool] = []
-    take = activations._Call.take
+    take = offload_activations._Call.take
 
-    def taking(call: activations._Call, number: int) -> torch.Tensor:
+    def taking(call: offload_activations._Call, number: int) -> torch.Tensor:
         out = take(call, number)
         taken.append(call in waited)
         return out
 
-    monkeypatch.setattr(activations._Call, "take", taking)
+    monkeypatch.setattr(offload_activations._Call, "take", taking)
     hidden(prepared("llama", Plan(offload_activations=True))).sum().backward()
     assert taken and all(taken)
 

@@ -10,7 +10,7 @@ import torch
 from meshwright.config.schema import OptimizerConfig
 from meshwright.kernels.adamw import adamw_, sgd_
 from meshwright.parallel.flat import FlatParameters
-from meshwright.parallel.offload import HostStage
+from meshwright.parallel.offload_optimizer import HostStage
 
 __all__ = ["FlatOptimizer"]
 

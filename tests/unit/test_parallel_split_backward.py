@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.deferred import Deferral, deferred_linear
+from meshwright.parallel.split_backward import Deferral, deferred_linear
 
 
 class Row(nn.Module):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.distributed import device as devices
 from meshwright.errors import LayoutError
-from meshwright.parallel import buffers
+from meshwright.parallel import buffers, offload_optimizer
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.flat import Range, host_zeros
 from meshwright.spec.layout import Layout

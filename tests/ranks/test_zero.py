@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
-from meshwright.parallel import engine, zero
+from meshwright.parallel import engine, zero, zero3
 from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
 from tests.ranks.replicas import Job, Outcome, Toy, _copy, build, loss_sum, make_batch, make_model, one_step, oracle, train

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.errors import LayoutError, MeshwrightError
+from meshwright.parallel import optimizer
 from meshwright.parallel.apply import parallelize
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from meshwright.errors import LayoutError
 from meshwright.kernels.dropout import position_keys
+from meshwright.parallel import offload_activations
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.spec.plan import Plan

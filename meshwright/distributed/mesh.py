@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
+from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -10,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.errors import Finding, LayoutError
 from meshwright.spec.layout import Layout
 
-__all__ = ["DATA_AXES", "AxisGroups", "build_mesh", "coordinate", "data_rank"]
+__all__ = ["DATA_AXES", "AxisGroups", "build_mesh", "coordinate", "data_rank", "subgroup"]
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes along which ranks see different samples, outermost first."""
@@ -41,6 +44,26 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
         index = index * mesh[name].size() + mesh.get_local_rank(name)
         size *= mesh[name].size()
     return index, size
+
+
+_made: WeakKeyDictionary[DeviceMesh, tuple[object, dict[Hashable, dist.ProcessGroup | None]]] = WeakKeyDictionary()
+
+
+def subgroup(
+    mesh: DeviceMesh, purpose: Hashable, rows: Sequence[Sequence[int]], timeout: timedelta | None = None
+) -> dist.ProcessGroup | None:
+    """The group of this rank among `rows`, disjoint lists of global ranks; None where it is in none of them. Collective.
+
+    Made once a mesh and purpose and kept: a group holds threads (gloo) or device memory (NCCL) until the process ends, and
+    many layouts may be tried in one process. timeout: of its collectives, when it is made; default: torch's.
+    """
+    world, kept = _made.setdefault(mesh, (dist.group.WORLD, {}))
+    if world is not dist.group.WORLD:  # an equal mesh over a default group that is gone
+        world, kept = _made[mesh] = (dist.group.WORLD, {})
+    key = (purpose, tuple(map(tuple, rows)))
+    if key not in kept:
+        kept[key], _ = dist.new_subgroups_by_enumeration([list(row) for row in rows], timeout=timeout)
+    return kept[key]
 
 
 class AxisGroups:
@@ -78,5 +101,6 @@ class AxisGroups:
         outside = [index for index in range(len(names)) if index not in inside]
         ranks = self.mesh.mesh.permute(*outside, *inside)
         rows = ranks.reshape(-1, math.prod(self.mesh[name].size() for name in wide)).tolist()
-        group, _ = dist.new_subgroups_by_enumeration(rows)
+        group = subgroup(self.mesh, wide, rows)
+        assert group is not None  # the rows hold every rank
         return group

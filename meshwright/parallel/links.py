@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed import device as devices
+from meshwright.distributed.mesh import subgroup
 from meshwright.parallel.runner import Waiting
 from meshwright.spec.pipeline import Action
 
@@ -25,12 +26,11 @@ TIMEOUT = timedelta(minutes=30)
 a backend has for its default."""
 
 
-def pairs_of(mesh: DeviceMesh, first: int, second: int, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
+def pairs_of(mesh: DeviceMesh, purpose: str, first: int, second: int, timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
     """The group of the ranks at these two places of the pipeline, one for every place along the other axes; None on a rank that
     is in none of them. Collective over the world."""
     rows = mesh.mesh[[first, second]].reshape(2, -1).T.tolist()
-    group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
-    return group
+    return subgroup(mesh, (purpose, first, second), rows, timeout)
 
 
 class Links:
@@ -44,7 +44,7 @@ class Links:
         self.device = devices.current(mesh.device_type)
         self._groups: dict[tuple[int, int], dist.ProcessGroup] = {}
         for source, target in pairs:
-            group = pairs_of(mesh, source, target, timeout)
+            group = pairs_of(mesh, "link", source, target, timeout)
             if group is not None:
                 self._groups[source, target] = group
         self._meet()

@@ -170,7 +170,7 @@ def cut(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Stages:
         ties,
         split_backward=splits and not compiled,
         note=f"{plan.schedule}: compiled blocks compute the gradients of inputs and weights together" if compiled else "",
-        tie_group=pairs_of(mesh, 0, apart) if ties and apart else None,
+        tie_group=pairs_of(mesh, "tie", 0, apart) if ties and apart else None,
         links=Links(mesh, _pairs(plan.schedule, ranks, plan.chunks)),
         pipeline=mesh.get_group("pp"),
     )

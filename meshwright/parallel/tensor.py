@@ -35,6 +35,7 @@ from meshwright.distributed.collectives import (
     register_group,
     scatter_sum,
 )
+from meshwright.distributed.mesh import subgroup
 from meshwright.errors import Finding, LayoutError
 from meshwright.kernels.vocab_cross_entropy import vocab_cross_entropy
 from meshwright.models.heads import LanguageHead, LossParts
@@ -304,5 +305,4 @@ def _holder_groups(model: Trunk, mesh: DeviceMesh, axis: TensorAxis) -> dist.Pro
     names = list(mesh.mesh_dim_names or ())
     rows = mesh.mesh.movedim(names.index("tp"), -1).reshape(-1, axis.size).tolist()
     holders = sorted({head_split(heads, kv_heads, axis.size, rank).holders for rank in range(axis.size)})
-    group, _ = dist.new_subgroups_by_enumeration([[row[rank] for rank in ranks] for row in rows for ranks in holders])
-    return group
+    return subgroup(mesh, "kv", [[row[rank] for rank in ranks] for row in rows for ranks in holders])

@@ -47,6 +47,9 @@ __all__ = ["Pool", "Pools", "RankError", "joined", "layout_mesh", "mesh"]
 PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", __name__]
 FOLLOWING = ("closed by peer", "Connection reset", "Broken pipe", "Connection refused")
 """What a rank says when another one went away first: never the culprit while any other failure is known."""
+THREADS = 120
+"""Ranks with more threads are started anew: each group has some, gloo's wake a hundred times a second, and a few hundred take
+the cores from everything else."""
 SETTLE = 1.0
 """Seconds to wait for the culprit after a failure that only follows from another."""
 
@@ -84,6 +87,8 @@ class Pool:
     def run(self, function: str | Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Call `function(*args)` on every rank; results in rank order. Raises RankError within about a second of a failure."""
         job = pickle.dumps((function if isinstance(function, str) else f"{function.__module__}:{function.__qualname__}", args))
+        if self._ranks and len(os.listdir(f"/proc/{self._ranks[0].process.pid}/task")) > THREADS:
+            self.close()
         if not self._ranks:
             self._start()
         for rank in self._ranks:

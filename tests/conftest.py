@@ -14,13 +14,11 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
 from tests.ranks.pool import Pools  # noqa: E402
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Which tests stay together where workers run beside each other (`--dist loadgroup`): those of one file, which share what
     its fixtures made, and all that use the pool of ranks. Two pools at once would only take the cores from each other."""
-    for item in items:
-        pool = "ranks" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("ranks" if pool else item.path.name))
+    pool = "ranks" in getattr(item, "fixturenames", ())
+    item.add_marker(pytest.mark.xdist_group("ranks" if pool else item.path.name))
 
 
 @pytest.fixture(scope="session")

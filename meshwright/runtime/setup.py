@@ -211,10 +211,9 @@ def _unfit(plan: Plan, given: dict[str, Any], config: Config, target: Target, ta
     if plan.layout.world != target.world:
         what = f"is for {plan.layout.world} ranks, but {target.world} are started"
         findings.append(Finding("--plan", what, f"Give --nproc {plan.layout.world}"))
-    said = {"compile": None if config.compile == "auto" else config.compile, "micro_batch": config.train.micro_batch}
-    for key, value in said.items():
-        if value is not None and given.get(key, value) != value:
-            findings.append(Finding("--plan", f"says {key} {given[key]}, but the config says {value}", "Change one of them"))
+    if config.compile != "auto" and given.get("compile", config.compile) != config.compile:
+        what = f"says compile {given['compile']}, but the config says {config.compile}"
+        findings.append(Finding("--plan", what, "Change one of them"))
     if plan.precision != config.precision:
         what = f"says precision {plan.precision}, but the config says {config.precision}"
         findings.append(Finding("--plan", what, "Change one of them"))

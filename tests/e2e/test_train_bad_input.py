@@ -130,7 +130,6 @@ def test_plans(refused, tmp_path):
     plan(["plan.micro_batch: 9999999999999999999999 is not a whole number"], micro_batch=9999999999999999999999)
     plan(["--plan: is for 2 ranks, but 4 are started"], nproc="4")
     refused("--plan", '{"compile": "eager"}', "--compile=off", says=["--plan: says compile eager, but the config says off"])
-    refused("--plan", '{"micro_batch": 4}', "--train.micro_batch=2", says=["says micro_batch 4, but the config says 2"])
     refused("--plan", "[" * 5000, says=["--plan: is not JSON"])
     refused("--plan", "", says=["cannot be read"])
     refused("--plan", '{"layout": {"tp": 2}, "chunks": 2}', says=["plan.chunks: 2, but this schedule has one stage a rank"])

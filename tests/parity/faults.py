@@ -149,11 +149,11 @@ def _late_bucket_forgotten() -> Any:
 def _later_micro_steps_weigh_less() -> Any:
     real = replicate.Gradients._arrive
 
-    def halved(self: replicate.Gradients, group: Any, slot: Any, parameter: torch.Tensor) -> None:
+    def halved(self: replicate.Gradients, parameter: torch.Tensor) -> None:
         late = self._lanes[0].scopes > 1
-        real(self, group, slot, parameter)
+        real(self, parameter)
         if late:
-            self._view(group, slot).mul_(0.5)
+            self._view(*self._home[id(parameter)]).mul_(0.5)
 
     return mock.patch.object(replicate.Gradients, "_arrive", halved)
 

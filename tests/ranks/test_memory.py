@@ -102,7 +102,8 @@ def held_by(case: Case) -> Held:
 def alive() -> dict[int, int]:
     """Storages of over a MiB of all tensors that Python knows."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.device.type == "cpu"]
+    plain = (torch.Tensor, torch.nn.Parameter)  # a compiler's fake tensors have no memory
+    tensors = [each for each in gc.get_objects() if type(each) in plain and each.device.type == "cpu"]
     return {place: size for place, size in storages(tensors).items() if size > 2**20}
 
 

@@ -6,6 +6,8 @@ with one device. tests/parity/test_faults.py says which faults turn cells red.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -19,7 +21,18 @@ from tests.parity.cells import LAYOUTS, limits_of, reference_of, run_cell
 from tests.parity.models import MODELS, ROWS, STEPS, case_of, rows_of
 
 
-@pytest.mark.parametrize("cell", array.load(), ids=lambda cell: cell.id)
+def cells() -> list[Any]:
+    """The array; of the compiled cells, each of which takes as long as thirty others, one a layout, the rest among the slow."""
+    met: set[str] = set()
+    found = []
+    for cell in array.load():
+        again = cell.compile != "off" and cell.layout in met
+        met |= {cell.layout} if cell.compile != "off" else set()
+        found.append(pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] if again else []))
+    return found
+
+
+@pytest.mark.parametrize("cell", cells())
 def test_cell(ranks, cell):
     assert run_cell(ranks, cell).over(limits_of(cell)) == []
 

@@ -159,6 +159,11 @@ class OptimizerConfig(Section):
         ["bias", "norm", "embedding"], description="Parameters whose name has one of these words are not decayed."
     )
 
+    @property
+    def moments(self) -> int:
+        """Tensors of its own that the optimizer keeps beside each parameter."""
+        return 2 if self.kind == "adamw" else int(self.momentum > 0)
+
 
 class ScheduleConfig(Section):
     kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = Field(

@@ -27,6 +27,7 @@ __all__ = [
     "default_ranks",
     "event",
     "fetch",
+    "mark",
     "memory",
     "memory_total",
     "name",
@@ -145,6 +146,15 @@ def event(device: torch.device, timing: bool = False) -> torch.Event | None:
     return None if device.type == "cpu" else torch.Event(device, enable_timing=timing)
 
 
+def mark(device: torch.device, stream: torch.Stream | None = None) -> torch.Event | None:
+    """Passed when all is done that was queued on the stream (default: the current one) so far; None on a CPU, where
+    everything is done at once."""
+    made = event(device)
+    if made is not None:
+        made.record(torch.accelerator.current_stream(device) if stream is None else stream)
+    return made
+
+
 def fetch(values: torch.Tensor) -> Callable[[], list[float]]:
     """Starts a copy of the values [N] to the host. What is returned waits for it, and not for what was queued meanwhile: a
     plain `tolist` copies when it is called, behind everything that the device has been given since."""
@@ -152,10 +162,10 @@ def fetch(values: torch.Tensor) -> Callable[[], list[float]]:
         return values.tolist
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    arrived = torch.Event(values.device)
-    arrived.record(torch.accelerator.current_stream(values.device))
+    arrived = mark(values.device)
 
     def wait() -> list[float]:
+        assert arrived is not None  # not on a CPU
         arrived.synchronize()
         return host.tolist()
 

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.mesh import DATA_AXES, AxisGroups
 from meshwright.distributed.piece import Piece
+from meshwright.parallel.buffers import Run
 from meshwright.parallel.compile import compile_errors
 from meshwright.parallel.consistency import Copy, first_difference
-from meshwright.parallel.flat import FlatParameters, Run
+from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.norm import agree_any, agree_least, clip_coefficient, reduce_sum
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import LossScaler

@@ -32,8 +32,6 @@ from meshwright.parallel.buffers import (
     Slot,
     Unit,
     decays,
-    host_zeros,
-    local_pieces,
     master_dtype,
     unit_of,
 )
@@ -42,23 +40,7 @@ from meshwright.parallel.sharing import Sharing
 from meshwright.spec.parameters import Table
 from meshwright.spec.placement import Placement
 
-__all__ = [
-    "ALIGN_BYTES",
-    "Bucket",
-    "FlatParameters",
-    "Group",
-    "Kind",
-    "Range",
-    "Run",
-    "Slot",
-    "Unit",
-    "cut_runs",
-    "decays",
-    "host_zeros",
-    "local_pieces",
-    "master_dtype",
-    "unit_of",
-]
+__all__ = ["FlatParameters", "cut_runs"]
 
 
 class FlatParameters:

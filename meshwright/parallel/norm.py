@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.distributed.reduce import gather_json
-from meshwright.parallel.flat import master_dtype
+from meshwright.parallel.buffers import master_dtype
 
 __all__ = ["agree_any", "agree_least", "clip_coefficient", "differing", "digest", "reduce_sum", "square_norm"]
 

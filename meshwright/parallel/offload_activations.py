@@ -139,10 +139,7 @@ class _Call:
         self._came = self._mark()
 
     def _mark(self) -> torch.Event | None:
-        mark = None if self.host.stream is None else devices.event(self.host.stream.device)
-        if mark is not None:
-            mark.record(self.host.stream)
-        return mark
+        return None if self.host.stream is None else devices.mark(self.host.stream.device, self.host.stream)
 
     def __del__(self) -> None:
         if self._came is not None:  # fetched early for a backward that never came

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
-from meshwright.parallel.flat import Range, host_zeros
+from meshwright.distributed import device as devices
+from meshwright.parallel.buffers import Range, host_zeros
 
 __all__ = ["WINDOW", "HostStage"]
 
@@ -51,17 +52,13 @@ class HostStage:
             working = self._buffer("working", part.working.dtype, number % 2)[: span.stop - span.start]
             yield span, gradient, working
             part.working[span].copy_(working, non_blocking=True)
-            self._sent[number % 2] = self._mark()  # waited for before the buffer is used again, be it by another range
+            self._sent[number % 2] = devices.mark(self.device)  # waited for before the buffer is used again
 
     def _fetch(self, part: Range, span: slice, turn: int) -> tuple[torch.Tensor, torch.Event | None]:
         source = part.gradient[span]
         target = self._buffer("gradient", source.dtype, turn)[: source.numel()]
         target.copy_(source, non_blocking=True)
-        return target, self._mark()
-
-    def _mark(self) -> torch.Event | None:
-        """Passed when the device has done what was asked of it so far; None where it does everything at once."""
-        return None if self.device.type == "cpu" else torch.accelerator.current_stream(self.device).record_event()
+        return target, devices.mark(self.device)
 
     def _await_sent(self, turn: int) -> None:
         event, self._sent[turn] = self._sent[turn], None

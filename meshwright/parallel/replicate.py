@@ -29,7 +29,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.flat import Bucket, FlatParameters, Group, Slot, master_dtype
+from meshwright.parallel.buffers import Bucket, Group, Slot, master_dtype
+from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.norm import square_norm
 
 __all__ = ["Gradients", "Lane", "second_gradient"]

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.compat import all_gather_single, reduce_scatter_single
-from meshwright.parallel.flat import Bucket, FlatParameters, Group, Kind, Range, Run, Slot, master_dtype
+from meshwright.parallel.buffers import Bucket, Group, Kind, Range, Run, Slot, master_dtype
+from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.replicate import Gradients, Lane
 
 __all__ = ["Part", "ShardedGradients", "ShardedParameters", "StreamedGradients"]

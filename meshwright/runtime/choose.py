@@ -198,7 +198,7 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         held.total,
         config.precision,
         layout,
-        moments=2 if optimizer.kind == "adamw" else int(optimizer.momentum > 0),
+        moments=optimizer.moments,
         ema=config.train.ema > 0,
         bucket_bytes=plan.bucket_mib * 2**20,
         largest=largest,

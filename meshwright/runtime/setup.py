@@ -144,7 +144,7 @@ def _prepare(
         given=plan,
         local=target.local,
     )
-    if findings := _unfit(chosen, plan or {}, config, target, task):
+    if findings := _unfit(chosen, plan or {}, config, task):
         raise LayoutError(findings=findings)
     held_out = valid_data.rows if valid_data is not None else 0
     copies = checkpoint_copies(config, held_out > 0)
@@ -161,8 +161,7 @@ def _refuse_small_disk(config: Config, task: str, folder: RunFolder, copies: int
     """Before ranks are started, by the parameters' count; the ranks look again when they know each byte."""
     if config.model.arch not in ("decoder", "encoder"):
         return  # a registered model counts its parameters itself, once it is built
-    optimizer = config.train.optimizer
-    kept = 1 + (2 if optimizer.kind == "adamw" else int(optimizer.momentum > 0)) + (config.train.ema > 0)
+    kept = 1 + config.train.optimizer.moments + (config.train.ema > 0)
     size = kept * max(4, WEIGHT_BYTES[config.precision]) * parameter_count(config.model, task)
     present = sum(found.manifest.total_bytes for found in retain.find(folder.checkpoints) if found.manifest)
     need, free = max(size, copies * size - present), shutil.disk_usage(folder.path).free
@@ -205,12 +204,9 @@ def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> No
     refuse_other_run({f"data.{key}": now[key] for key in keys}, {f"data.{key}": then.get(key) for key in keys}, path)
 
 
-def _unfit(plan: Plan, given: dict[str, Any], config: Config, target: Target, task: str) -> list[Finding]:
+def _unfit(plan: Plan, given: dict[str, Any], config: Config, task: str) -> list[Finding]:
     """Why a plan cannot be used for this run. given: what of it was not chosen."""
     findings = refused_for(plan, config.model, task, config.data.seq_len)
-    if plan.layout.world != target.world:
-        what = f"is for {plan.layout.world} ranks, but {target.world} are started"
-        findings.append(Finding("--plan", what, f"Give --nproc {plan.layout.world}"))
     if config.compile != "auto" and given.get("compile", config.compile) != config.compile:
         what = f"says compile {given['compile']}, but the config says {config.compile}"
         findings.append(Finding("--plan", what, "Change one of them"))

@@ -29,8 +29,7 @@ from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks, init_world
 from meshwright.errors import CheckpointError, Finding, MeshwrightError, NumericsError, UserError
-from meshwright.models import build, initialize
-from meshwright.models.initialize import values_of
+from meshwright.models import build
 from meshwright.observe.clock import StepClock
 from meshwright.observe.flops import peak_rate
 from meshwright.observe.metrics import MetricsWriter, read_metrics
@@ -40,15 +39,14 @@ from meshwright.observe.resources import Sampler, Usage
 from meshwright.observe.sinks import open_sink
 from meshwright.observe.summary import save_facts, summarise
 from meshwright.observe.trace import Profile
-from meshwright.parallel.apply import Engine, parallelize
 from meshwright.runtime.alike import code, settings
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_run
 from meshwright.runtime.modules import load_modules
-from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 from meshwright.train.context import Context
+from meshwright.train.engine import give_values, make_engine
 from meshwright.train.figures import Figures
 from meshwright.train.loop import Outcome, train
 from meshwright.train.objectives import make_objective
@@ -125,19 +123,7 @@ def build_context(
     budget = total_steps(config.train, data.train.rows, config.data.seq_len)
     objective = make_objective(config.objective, config.model.classes or 0)
 
-    model = build(config.model, objective.task)
-    table = getattr(model, "table", None)
-    assert isinstance(table, Table), "build gives every model one"
-    engine = parallelize(
-        model,
-        plan=plan,
-        mesh=mesh,
-        table=table,
-        optimizer=config.train.optimizer,
-        device=ranks.device,
-        loss_scale=config.loss_scale,
-        ema=config.train.ema,
-    )
+    engine = make_engine(build(config.model, objective.task), config, plan, mesh, ranks.device)
     progress = stack.enter_context(_progress(config, budget.steps) if lead else NullProgress())
     store = stack.enter_context(
         CheckpointStore(
@@ -208,19 +194,10 @@ def build_context(
     else:
         if job.resume:
             progress.note(f"no whole checkpoint in {job.folder.checkpoints}: the run starts from the beginning")
-        _give_values(engine, table, config.run.seed, ranks.device)
+        give_values(engine, config.run.seed, ranks.device)
     for note in (*data.notes, *engine.notes):
         progress.note(note)
     return run
-
-
-def _give_values(engine: Engine, table: Table, seed: int, device: torch.device) -> None:
-    """Initial weights: of our own models parameter by parameter, of others as a whole, by their constructor."""
-    if getattr(engine.model, "remake", None) is None:
-        engine.fill(lambda name, placement: values_of(table, placement, seed))
-        return
-    with engine.masters() as shell:
-        initialize(shell, seed, device)
 
 
 def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:

@@ -18,17 +18,17 @@ from meshwright.distributed.mesh import data_rank
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks
-from meshwright.models import build, initialize
+from meshwright.models import build
 from meshwright.observe.clock import StepClock
 from meshwright.observe.flops import Peak
 from meshwright.observe.noise import NoiseScale
 from meshwright.observe.progress import NullProgress
 from meshwright.observe.trace import Profile
-from meshwright.parallel.apply import Engine, parallelize
+from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
-from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 from meshwright.train.context import Context
+from meshwright.train.engine import give_values, make_engine
 from meshwright.train.figures import Figures
 from meshwright.train.objectives import make_objective
 from meshwright.train.recorder import Recorder
@@ -119,21 +119,9 @@ def opened(case: Case, plan: Plan, mesh: DeviceMesh | None, ranks: Ranks) -> Ite
     model = build(config.model, objective.task)
     if case.fill is not None:
         case.fill(model)
-    table = getattr(model, "table", None)
-    assert isinstance(table, Table), "build gives every model one"
-    engine = parallelize(
-        model,
-        plan=plan,
-        mesh=mesh,
-        table=table,
-        optimizer=config.train.optimizer,
-        device=device,
-        loss_scale=config.loss_scale,
-        ema=config.train.ema,
-    )
+    engine = make_engine(model, config, plan, mesh, device)
     if case.fill is None:
-        with engine.masters() as shell:
-            initialize(shell, config.run.seed, device, placements=engine.placements)
+        give_values(engine, config.run.seed, device)
     place = 0 if mesh is None else data_rank(mesh)[0]
     loader = Loader(case.data, dp_rank=place, dp_world=plan.layout.dp, micro_batch=plan.micro_batch, tail=config.train.tail)
     stop = StopFlag()

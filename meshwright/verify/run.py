@@ -21,7 +21,7 @@ from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.verify.cases import Case, run
-from meshwright.verify.compare import KINDS, Worst, compare_numbers, compare_pieces, geometry_of, uncovered
+from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
 from meshwright.verify.reference import Reference, reference, shared_in_turn
 
 __all__ = ["Row", "settled", "verify"]
@@ -66,11 +66,6 @@ class Row:
     trouble: list[str] = field(default_factory=list)
     refused: str = ""
     seconds: float = 0.0
-
-    def largest(self) -> tuple[str, Worst]:
-        """(kind, difference) of the largest difference of all."""
-        kind = max(KINDS, key=lambda kind: self.worst[kind].value if kind in self.worst else -1.0)
-        return kind, self.worst.get(kind, Worst())
 
     def verdict(self, tolerance: float) -> str:
         """ "same", "differs" or "refused"."""

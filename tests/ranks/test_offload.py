@@ -16,7 +16,7 @@ from meshwright.distributed import device as devices
 from meshwright.errors import LayoutError
 from meshwright.parallel import buffers, offload_optimizer
 from meshwright.parallel.apply import parallelize
-from meshwright.parallel.flat import Range, host_zeros
+from meshwright.parallel.buffers import Range, host_zeros
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from tests.ranks.replicas import Job, Outcome, build, make_model, one_step, oracle, train

@@ -10,7 +10,8 @@ from torch import nn
 
 from meshwright.config.schema import OptimizerConfig
 from meshwright.errors import LayoutError
-from meshwright.parallel.flat import ALIGN_BYTES, FlatParameters, decays, local_pieces, unit_of
+from meshwright.parallel.buffers import ALIGN_BYTES, decays, local_pieces, unit_of
+from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.sharing import Sharing
 from meshwright.spec.box import Box
 from meshwright.spec.parameters import Table

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.config.schema import LossScaleConfig
-from meshwright.parallel.flat import master_dtype
+from meshwright.parallel.buffers import master_dtype
 from meshwright.parallel.precision import CEILING, LossScaler, working_dtype
 
 G, X = False, True  # a good step, an overflow

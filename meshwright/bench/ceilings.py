@@ -202,7 +202,9 @@ def machine(device: torch.device) -> dict[str, Any]:
     peak = peak_rate(device, "bf16", name)
     have = devices.count(device.type) if device.type != "cpu" else devices.default_ranks("cpu")
     versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return {"device": name, "type": device.type, "count": have, "peak": peak.rate, "peak_source": peak.source, **versions}
+    total = devices.memory_total(device)[1]
+    found = {"device": name, "type": device.type, "count": have, "memory": total}
+    return {**found, "peak": peak.rate, "peak_source": peak.source, **versions}
 
 
 def measure(workloads: Iterable[Workload], device: torch.device) -> Iterable[dict[str, Any]]:

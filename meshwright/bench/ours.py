@@ -19,6 +19,7 @@ from meshwright.distributed import device as devices
 from meshwright.distributed.environment import read_world
 from meshwright.distributed.world import init_world
 from meshwright.observe.metrics import read_metrics
+from meshwright.observe.summary import load_facts
 from meshwright.runtime.choose import bucket_mib, fill_layout
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.worker import Job, RunData, run_on
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--tokens", help="file of int32 tokens (.npy) to read rows from; default: random rows")
     parser.add_argument("--rows", type=int, help="of the global batch; default: the workload's on every device")
     parser.add_argument("--lr", type=float)
+    parser.add_argument("--until", type=float, help="loss whose first step and seconds are told (mean of 10 steps)")
     parser.add_argument("--profile")
     args = parser.parse_args()
     workload, world, device_type = WORKLOADS[args.workload], read_world(), devices.pick()
@@ -71,15 +73,23 @@ def main() -> None:
         run_on(Job(folder, profile=args.profile), config, plan, RunData(rows, None, "random"), ranks)
         peak = devices.memory(ranks.device)
     if world.rank == 0:
-        print(json.dumps(figures(folder.metrics, args.warm, config.train.batch, workload.seq_len, peak)), flush=True)
+        found = figures(folder.metrics, args.warm, config.train.batch, workload.seq_len, peak, args.until)
+        usage = load_facts(folder.path)[1].get("usage", {})
+        print(json.dumps({**found, "busy": usage.get("gpu_percent")}), flush=True)
 
 
-def figures(metrics: Path, warm: int, rows: int, seq_len: int, peak: devices.Memory) -> dict[str, object]:
-    """Median step after `warm` steps, with the split of the same steps."""
+def figures(
+    metrics: Path, warm: int, rows: int, seq_len: int, peak: devices.Memory, until: float | None = None
+) -> dict[str, object]:
+    """Median step after `warm` steps, with the mean seconds of its parts. mean_gib: held between steps, on rank 0.
+
+    reached: first step, and seconds of training up to it, at which the mean of the last 10 losses is at most `until`.
+    """
     records = read_metrics(metrics)
     steady = records[warm:]
     seconds = statistics.median(record["split"]["wall"] for record in steady)
-    total = sum(record["split"]["wall"] for record in steady)
+    parts = {name: statistics.fmean(r["split"][name] for r in steady) for name in steady[0]["split"]}
+    held = statistics.fmean(record["memory"].get("allocated", record["memory"]["rss"]) for record in steady)
     return {
         "engine": "meshwright",
         "seconds": seconds,
@@ -87,12 +97,24 @@ def figures(metrics: Path, warm: int, rows: int, seq_len: int, peak: devices.Mem
         "tokens_per_s": rows * seq_len / seconds,
         "samples_per_s": rows / seconds,
         "mfu": statistics.median(record["mfu"] for record in steady),
-        "communication": sum(record["split"]["communication"] for record in steady) / total,
+        "communication": parts["communication"] / parts["wall"],
+        "parts": parts,
+        "mean_gib": held / 2**30,
         "peak_gib": peak.allocated_peak / 2**30,
         "reserved_gib": peak.reserved_peak / 2**30,
         "first_loss": records[0]["loss"],
         "loss": records[-1]["loss"],
+        "reached": _reached(records, until),
     }
+
+
+def _reached(records: list[dict[str, Any]], until: float | None) -> dict[str, float] | None:
+    if until is None:
+        return None
+    for end in range(10, len(records) + 1):
+        if statistics.fmean(record["loss"] for record in records[end - 10 : end]) <= until:
+            return {"step": records[end - 1]["step"], "seconds": sum(record["split"]["wall"] for record in records[:end])}
+    return None
 
 
 if __name__ == "__main__":

@@ -17,15 +17,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.bench.peers import BEST, PEERS, missing
-from meshwright.bench.table import OURS, Result, markdown
+from meshwright.bench.provenance import provenance
+from meshwright.bench.strategies import Strategy, strategy_lines
+from meshwright.bench.table import Result, combined, head, limits_of, markdown, notes, piped, scaling_lines
+from meshwright.bench.tasks import Settings, Task, check, plan, scaling_plan, strategy_plan
 from meshwright.bench.workloads import WORKLOADS
-from meshwright.errors import Finding, UserError
 
-__all__ = ["SUITES", "Outcome", "Settings", "failure_of", "last_record", "plan", "run"]
+__all__ = ["Outcome", "Shell", "failure_of", "last_record", "run"]
 
-SUITES = {"foundation": ("llama-1b", "bert-large", "encoder-24x1024"), "smoke": ("smoke-encoder",)}
-ORDER = ("ceilings", "peer", "ours")
 ROOT = Path(__file__).resolve().parents[2]
 _ERROR = re.compile(r"^[\s\[\]\w:.,]*?\b(\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
 _NOISE = ("ChildFailedError", "torch.distributed.elastic", "SignalException", "ProcessRaisedException")
@@ -35,109 +34,47 @@ _SHORTEST = 30.0
 """Seconds below which no further engine is started: it would only be cut off."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What to run. peers: "auto", "none" or names. out: gets results.json, results.md and log.txt. timeout: seconds of one
-    subprocess; when it is over, that engine has no result and the next one starts. budget: seconds of everything together."""
-
-    workloads: tuple[str, ...]
-    peers: str = "auto"
-    gpus: tuple[int, ...] = (1, 2)
-    steps: int = 30
-    warm: int = 10
-    order: tuple[str, ...] = ORDER
-    out: Path | None = None
-    timeout: float = 240.0
-    budget: float = float("inf")
-
-
 @dataclass
 class Outcome:
+    """strategies: our rows of the suite of that name, by (workload, engine, devices). made: commit, versions, command."""
+
+    settings: Settings
     machine: dict[str, Any] | None = None
     ceilings: list[dict[str, Any]] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
+    strategies: dict[tuple[str, str, int], Strategy] = field(default_factory=dict)
+    made: dict[str, str] = field(default_factory=provenance)
 
     def table(self) -> str:
-        return markdown(self.results, self.machine, self.ceilings)
+        if self.settings.suite == "strategies":
+            return self._strategies()
+        if self.settings.suite == "ceilings":
+            return "\n".join([*head(self.machine, self.ceilings), *notes(self.machine, limits_of(self.ceilings))]) + "\n"
+        if self.settings.suite == "scaling":
+            return "\n".join([*head(self.machine, self.ceilings), *piped(scaling_lines(combined(self.results)))]) + "\n"
+        return markdown(combined(self.results), self.machine, self.ceilings)
 
-    def as_dict(self, settings: Settings) -> dict[str, Any]:
-        chosen = asdict(settings)
+    def _strategies(self) -> str:
+        lines = head(self.machine, self.ceilings)
+        limits = limits_of(self.ceilings)
+        for workload in self.settings.workloads:
+            mine = [result for result in combined(self.results) if result.workload == workload]
+            rows = [(self.strategies.get((workload, r.engine, r.gpus)), r) for r in mine]
+            limit = limits[workload]["limit"] if workload in limits else None
+            lines += [f"{workload}", "", *piped(strategy_lines(rows, limit, self.settings.until)), ""]
+        return "\n".join([*lines, *notes(self.machine, limits)]) + "\n"
+
+    def as_dict(self) -> dict[str, Any]:
+        chosen = asdict(self.settings)
         del chosen["out"], chosen["budget"]  # they change no number
         return {
+            **self.made,
             "machine": self.machine,
             "settings": chosen,
             "ceilings": self.ceilings,
+            "strategies": [{"workload": workload, **asdict(s)} for (workload, _, _), s in self.strategies.items()],
             "results": [asdict(result) for result in self.results],
         }
-
-
-@dataclass(frozen=True)
-class Task:
-    """One subprocess under torchrun. kind: ceilings, peer or ours. arguments: after `-m module`."""
-
-    kind: str
-    workload: str
-    gpus: int
-    engine: str
-    module: str
-    arguments: tuple[str, ...]
-    refused: str = ""
-    """Why it cannot be started at all."""
-
-
-def check(settings: Settings) -> None:
-    """Raises UserError with everything that is wrong."""
-    findings = []
-    for name in settings.workloads:
-        if name not in WORKLOADS:
-            findings.append(Finding("--workloads", f"{name!r} is unknown", f"Known: {', '.join(WORKLOADS)}"))
-    for name in [] if settings.peers in ("auto", "none") else settings.peers.split(","):
-        if name not in PEERS:
-            findings.append(Finding("--peers", f"{name!r} is unknown", f"auto, none, or of {', '.join(PEERS)}"))
-        elif not set(PEERS[name].workloads) & set(settings.workloads):
-            fix = f"It runs {', '.join(PEERS[name].workloads)}"
-            findings.append(Finding("--peers", f"{name} runs none of these workloads", fix))
-    for part in settings.order:
-        if part not in ORDER or settings.order.count(part) > 1:
-            findings.append(
-                Finding("--order", f"{part!r} is unknown or there twice", f"Of {', '.join(ORDER)}, each at most once")
-            )
-    if any(count < 1 for count in settings.gpus):
-        findings.append(Finding("--gpus", f"{min(settings.gpus)} is no number of devices", "For example --gpus 1,2"))
-    if not 0 < settings.warm < settings.steps:
-        findings.append(Finding("--warm", f"{settings.warm} of {settings.steps} steps leaves none to count"))
-    if findings:
-        raise UserError(findings=findings)
-
-
-def peers_of(settings: Settings, workload: str) -> list[str]:
-    """Names of the peers to run on the workload."""
-    if settings.peers in ("auto", "none"):
-        return list(BEST.get(workload, ())) if settings.peers == "auto" else []
-    return [name for name in settings.peers.split(",") if workload in PEERS[name].workloads]
-
-
-def plan(settings: Settings, have: int) -> list[Task]:
-    """Every subprocess but the ceilings, in order: workload by workload, one GPU before two, peers beside our run.
-
-    have: devices of this machine. What cannot run is in the list with its reason.
-    """
-    tasks = []
-    counted = ("--steps", str(settings.steps), "--warm", str(settings.warm))
-    for workload in settings.workloads:
-        for gpus in settings.gpus:
-            absent = "" if gpus <= have else f"needs {gpus} devices, here {'is' if have == 1 else 'are'} {have}"
-            for kind in settings.order:
-                if kind == "peer":
-                    for name in peers_of(settings, workload):
-                        peer = PEERS[name]
-                        lacking = missing(peer)
-                        refused = absent or (f"not installed: {', '.join(lacking)}" if lacking else "")
-                        arguments = (workload, *counted, *peer.arguments)
-                        tasks.append(Task("peer", workload, gpus, name, peer.module, arguments, refused))
-                elif kind == "ours":
-                    tasks.append(Task("ours", workload, gpus, OURS, "meshwright.bench.ours", (workload, *counted), absent))
-    return tasks
 
 
 def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
@@ -146,25 +83,38 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
     Raises UserError for settings that make no sense.
     """
     check(settings)
-    outcome = Outcome()
+    outcome = Outcome(settings)
     until = time.monotonic() + settings.budget
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
         shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
         if settings.out is not None:
             settings.out.mkdir(parents=True, exist_ok=True)
         look(settings, outcome, shell, say)
-        have = outcome.machine["count"] if outcome.machine else 1
-        for task in plan(settings, have):
+        for task in planned(settings, outcome) * settings.repeat:
             timeout = min(settings.timeout, until - time.monotonic())
             if timeout < min(_SHORTEST, settings.timeout):
                 task = replace(task, refused=task.refused or f"not started: the {settings.budget:g} s of --budget are over")
             result = measure(task, timeout, shell)
             outcome.results.append(result)
             shown = result.figures if result.figures is not None else {"reason": result.reason}
-            say(json.dumps({"workload": task.workload, "gpus": task.gpus, "engine": task.engine, **shown}))
+            say(json.dumps({"workload": task.workload, "gpus": task.gpus, **shown, "engine": task.engine}))
             if settings.out is not None:  # after each, so that a benchmark that is killed keeps what it has
-                save(outcome, settings, settings.out)
+                save(outcome, settings.out)
+        if settings.out is not None:
+            save(outcome, settings.out)
     return outcome
+
+
+def planned(settings: Settings, outcome: Outcome) -> list[Task]:
+    """The subprocesses of the suite on this machine."""
+    have = outcome.machine["count"] if outcome.machine else 1
+    if settings.suite == "strategies":
+        accelerated = outcome.machine is not None and outcome.machine["type"] != "cpu"
+        memory = outcome.machine["memory"] if outcome.machine is not None and accelerated else None
+        return strategy_plan(settings, have, memory, outcome.strategies)
+    if settings.suite == "scaling":
+        return scaling_plan(settings, have)
+    return plan(settings, have) if settings.suite == "engines" else []
 
 
 def look(settings: Settings, outcome: Outcome, shell: Shell, say: Callable[[str], None]) -> None:
@@ -181,8 +131,8 @@ def look(settings: Settings, outcome: Outcome, shell: Shell, say: Callable[[str]
         say(f"ceilings: {failure_of(code, text, settings.timeout)}")
 
 
-def save(outcome: Outcome, settings: Settings, out: Path) -> None:
-    (out / "results.json").write_text(json.dumps(outcome.as_dict(settings), indent=1) + "\n", encoding="utf-8")
+def save(outcome: Outcome, out: Path) -> None:
+    (out / "results.json").write_text(json.dumps(outcome.as_dict(), indent=1) + "\n", encoding="utf-8")
     (out / "results.md").write_text(outcome.table(), encoding="utf-8")
 
 

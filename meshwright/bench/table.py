@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["OURS", "Ratio", "Result", "best_peer", "markdown", "ratio", "scaling"]
+__all__ = [
+    "NONE",
+    "OURS",
+    "Ratio",
+    "Result",
+    "best_peer",
+    "combined",
+    "limits_of",
+    "markdown",
+    "piped",
+    "ratio",
+    "scaling",
+    "scaling_lines",
+]
 
 OURS = "meshwright"
 HEADER = (
@@ -80,6 +94,36 @@ def scaling(results: Sequence[Result], result: Result) -> float | None:
     return None
 
 
+SCALING_HEADER = ("workload", "kind", "GPUs", "rate", "scaling", "lost to compute", "to communication", "to data", "idle")
+
+
+def scaling_lines(results: Sequence[Result]) -> list[list[str]]:
+    """The table of strong and weak scaling, header first: the rate of all devices, over as many times that of one, and of what
+    is lost how much each part of a step took.
+
+    A step on n devices could take T = the step of one (weak), or that / n (strong). What it takes beyond is the sum of what
+    its parts take beyond theirs on one device: compute (weak: as on one; strong: / n), waiting for communication, data, and
+    idle time. Each is shown as a share of the step.
+    """
+    one = {r.workload: r for r in results if r.gpus == 1 and r.figures is not None}
+    lines = [list(SCALING_HEADER)]
+    for result in results:
+        base = one.get(result.workload)
+        if result.figures is None:
+            lines.append([result.workload, result.engine, str(result.gpus), result.reason, *[NONE] * 5])
+            continue
+        rate = f"{result.rate * result.gpus:,.1f} {result.unit}/s"
+        if base is None or base.figures is None or result is base:
+            lines.append([result.workload, result.engine, str(result.gpus), rate, *[NONE] * 5])
+            continue
+        ways = result.gpus if result.engine == "strong" else 1
+        mine, theirs = result.figures["parts"], base.figures["parts"]
+        shares = [(mine[part] - theirs[part] / ways) / mine["wall"] for part in ("compute", "communication", "data", "idle")]
+        line = [result.workload, result.engine, str(result.gpus), rate, f"{result.rate / base.rate:.1%}"]
+        lines.append([*line, *(f"{share:.1%}" for share in shares)])
+    return lines
+
+
 def share_of_peak(result: Result, peak: float) -> float:
     """MFU: operations of a step of one GPU / (seconds of the step x peak of one GPU)."""
     assert result.figures is not None
@@ -112,14 +156,47 @@ def cells(results: Sequence[Result], result: Result, peak: float | None, limit: 
 
 def markdown(results: Sequence[Result], machine: Mapping[str, Any] | None, ceilings: Sequence[Mapping[str, Any]]) -> str:
     """The table with what its columns mean, ready to be pasted into a document; it reads as well on a terminal."""
-    limits = {record["workload"]: record for record in ceilings if record["what"] == "limit"}
+    limits = limits_of(ceilings)
     peak = machine["peak"] if machine else None
     known = {name: record["limit"] for name, record in limits.items()}
     lines = [list(HEADER), *(cells(results, result, peak, known.get(result.workload)) for result in results)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER))]
-    lines.insert(1, ["-" * width for width in widths])
-    table = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines]
-    return "\n".join([*head(machine, ceilings), *table, "", *notes(machine, limits)]) + "\n"
+    return "\n".join([*head(machine, ceilings), *piped(lines), "", *notes(machine, limits)]) + "\n"
+
+
+def piped(lines: Sequence[Sequence[str]]) -> list[str]:
+    """A Markdown table, columns padded to their width; the first line is the header."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    rows = [lines[0], ["-" * width for width in widths], *lines[1:]]
+    return ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+
+
+def limits_of(ceilings: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The records of the floors of workloads, by name."""
+    return {record["workload"]: record for record in ceilings if record["what"] == "limit"}
+
+
+def combined(results: Sequence[Result]) -> list[Result]:
+    """One result for each workload, engine and number of devices: where several gave figures, rates from the median of their
+    step times, and a spread that reaches from the fastest to the slowest step of all."""
+    by_key: dict[tuple[str, str, int], list[Result]] = {}
+    for result in results:
+        by_key.setdefault((result.workload, result.engine, result.gpus), []).append(result)
+    return [_one(same) for same in by_key.values()]
+
+
+def _one(results: Sequence[Result]) -> Result:
+    good = [dict(result.figures) for result in results if result.figures is not None]
+    if len(good) < 2:
+        return next((result for result in results if result.figures is not None), results[0])
+    seconds = statistics.median(figures["seconds"] for figures in good)
+    ends = [figures["seconds"] * (1 + side * figures["spread"] / 2) for figures in good for side in (-1, 1)]
+    first = good[0]
+    rates = {
+        name: first[name] * first["seconds"] / seconds for name in ("tokens_per_s", "samples_per_s", "mfu") if first.get(name)
+    }
+    return replace(
+        results[0], figures={**first, **rates, "seconds": seconds, "spread": (max(ends) - min(ends)) / seconds}, reason=""
+    )
 
 
 def head(machine: Mapping[str, Any] | None, ceilings: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "Continue a prompt with a trained model.",
     "prepare": "Turn text into token shards.",
     "convert": "Hugging Face weights to ours and back, compared.",
+    "bench": "Speeds on this machine: strategies, other tools, scaling, ceilings.",
     "report": "Write report.html of a run again.",
     "rebalance": "Even out the pipeline stages of a run by measured times.",
     "devices": "What this machine has.",

@@ -20,8 +20,9 @@ from meshwright.bench.measure import Laps, figures, median_seconds
 from meshwright.bench.peers import BEST, PEERS, Peer, hf_trainer, torchtitan
 from meshwright.bench.peers.common import TorchRows, small
 from meshwright.bench.peers.torchtitan import LogLine, parse_lines, summarise, write_corpus
-from meshwright.bench.runner import Settings, Shell, check, failure_of, last_record, plan
+from meshwright.bench.runner import Shell, failure_of, last_record
 from meshwright.bench.table import OURS, Result, best_peer, cells, markdown, ratio, scaling
+from meshwright.bench.tasks import SUITES, Settings, check, plan
 from meshwright.bench.workloads import WORKLOADS
 from meshwright.data.batch import IGNORE
 from meshwright.distributed import device as devices
@@ -217,7 +218,7 @@ def test_peer_that_cannot_run_here_says_why(
 def test_registry_is_whole() -> None:
     for workload, names in BEST.items():
         assert all(workload in PEERS[name].workloads for name in names)
-    assert set(runner.SUITES["foundation"]) <= set(BEST)
+    assert set(SUITES["engines"]) <= set(BEST)
     assert {name for peer in PEERS.values() for name in peer.workloads} <= set(WORKLOADS)
 
 
@@ -366,5 +367,5 @@ def test_failed_engine_is_a_row_and_the_budget_ends(tmp_path: Path, monkeypatch:
 
 
 def test_help_has_an_example() -> None:
-    done = subprocess.run([sys.executable, "-m", "meshwright.bench", "--help"], capture_output=True, text=True, check=True)
-    assert "--suite foundation --out bench" in done.stdout
+    done = subprocess.run([sys.executable, "-m", "meshwright", "bench", "--help"], capture_output=True, text=True, check=True)
+    assert "bench strategies --workloads" in done.stdout

@@ -1,0 +1,79 @@
+"""Two results of a benchmark: what changed, and whether it is more than the steps vary by themselves. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.bench.table import NONE, Result, combined, piped, ratio
+from meshwright.errors import Finding, UserError
+
+__all__ = ["compare", "load"]
+
+
+def load(path: Path) -> dict[str, Any]:
+    """results.json, or the folder with it. Raises UserError where it is neither."""
+    file = path / "results.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(findings=[Finding(str(path), f"cannot be read: {error.strerror}", "Give what --out named")]) from None
+    except ValueError as error:
+        raise UserError(findings=[Finding(str(file), f"is not JSON: {error}")]) from None
+    if not isinstance(found, dict) or not isinstance(found.get("results"), list):
+        raise UserError(findings=[Finding(str(file), "holds no results of a benchmark", "Give what --out named")])
+    return found
+
+
+def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Rows, and the table. ratio: rate after over before. noise: half of both spreads, added, on the ratio; a change within it
+    is none."""
+    old, new = (_results(found) for found in (before, after))
+    rows: list[dict[str, Any]] = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        first, second = old.get(key), new.get(key)
+        row: dict[str, Any] = {"workload": key[0], "engine": key[1], "gpus": key[2], "ratio": None, "noise": None}
+        if first is None or second is None:
+            rows.append({**row, "verdict": "only in the second" if first is None else "only in the first"})
+        elif first.figures is None or second.figures is None:
+            reason = first.reason if first.figures is None else second.reason
+            rows.append({**row, "verdict": f"not measured: {reason}"})
+        else:
+            against = ratio(second, first)
+            change = against.value - 1
+            verdict = "same" if abs(change) <= against.spread else ("faster" if change > 0 else "slower")
+            rates = {"before": first.rate, "after": second.rate, "unit": first.unit}
+            rows.append({**row, **rates, "ratio": against.value, "noise": against.spread, "verdict": verdict})
+    return rows, _table(rows, before, after)
+
+
+def _results(found: dict[str, Any]) -> dict[tuple[str, str, int], Result]:
+    known = Result.__dataclass_fields__
+    made = [Result(**{name: value for name, value in entry.items() if name in known}) for entry in found["results"]]
+    return {(result.workload, result.engine, result.gpus): result for result in combined(made)}
+
+
+def _table(rows: list[dict[str, Any]], before: dict[str, Any], after: dict[str, Any]) -> str:
+    lines = [["workload", "engine", "GPUs", "before", "after", "ratio", "verdict"]]
+    for row in rows:
+        if row["ratio"] is None:
+            lines.append([row["workload"], row["engine"], str(row["gpus"]), NONE, NONE, NONE, row["verdict"]])
+            continue
+        rates = [f"{row[side]:,.1f} {row['unit']}/s" for side in ("before", "after")]
+        amount = f"{row['ratio']:.3f} ± {row['noise']:.3f}"
+        lines.append([row["workload"], row["engine"], str(row["gpus"]), *rates, amount, row["verdict"]])
+    sides = [f"{side}: {_where(found)}" for side, found in (("before", before), ("after", after))]
+    if _device(before) != _device(after):
+        sides.append("The two were measured on different machines: their ratio is not only that of the code.")
+    return "\n".join([*piped(lines), "", *sides]) + "\n"
+
+
+def _device(found: dict[str, Any]) -> str:
+    return str((found.get("machine") or {}).get("device", "unknown"))
+
+
+def _where(found: dict[str, Any]) -> str:
+    machine = found.get("machine") or {}
+    parts = [_device(found), f"torch {machine.get('torch', '?')}", f"commit {found.get('commit') or 'unknown'}"]
+    return ", ".join([*parts, str(found.get("date", ""))]).rstrip(", ")

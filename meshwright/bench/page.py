@@ -1,0 +1,52 @@
+"""results.html: the table of a benchmark with bars of rates and memory, in one file that needs no network."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+from meshwright.bench.table import Result, combined
+
+__all__ = ["write_page"]
+
+_STYLE = "body{font-family:system-ui,sans-serif;margin:2rem;max-width:1200px}pre{overflow-x:auto;font-size:.8rem}"
+_LAYOUT = {"template": "plotly_white", "height": 360, "margin": {"l": 64, "r": 16, "t": 48, "b": 80}}
+
+
+def write_page(path: Path, table: str, results: Sequence[Result]) -> None:
+    """results: as measured; what gave no figures has no bar, and its reason stands in the table."""
+    parts, script = [], True
+    for workload in dict.fromkeys(result.workload for result in results):
+        mine = [r for r in combined(results) if r.workload == workload and r.figures is not None]
+        for figure in _figures(workload, mine):
+            parts.append(figure.to_html(full_html=False, include_plotlyjs=script))
+            script = False
+    body = "".join(parts) or "<p>Nothing gave a result.</p>"
+    page = f"<meta charset='utf-8'><title>benchmark</title><style>{_STYLE}</style><pre>{html.escape(table)}</pre>{body}"
+    path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")
+
+
+def _figures(workload: str, results: Sequence[Result]) -> list[go.Figure]:
+    if not results:
+        return []
+    names = [f"{result.engine} x {result.gpus}" for result in results]
+    figures = [result.figures or {} for result in results]
+    rates = go.Figure(
+        go.Bar(
+            x=names,
+            y=[result.rate * result.gpus for result in results],
+            error_y={"type": "data", "array": [r.rate * r.gpus * r.spread / 2 for r in results]},
+        )
+    )
+    rates.update_layout(title=f"{workload}: {results[0].unit}/s of all devices (bars: fastest to slowest step)", **_LAYOUT)
+    memory = go.Figure(
+        [
+            go.Bar(name="held between steps", x=names, y=[found.get("mean_gib") for found in figures]),
+            go.Bar(name="peak", x=names, y=[found.get("peak_gib") for found in figures]),
+        ]
+    )
+    memory.update_layout(title=f"{workload}: GiB of the first device", barmode="group", **_LAYOUT)
+    return [rates, memory]

@@ -1,0 +1,110 @@
+"""`meshwright bench`: speeds on this machine, in one table, a JSON file and a page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from meshwright.bench.tasks import Settings
+
+EXAMPLE = "Example: meshwright bench strategies --workloads encoder-24x1024 --devices 2 --peers ddp,deepspeed-2 --out bench"
+
+
+def register(app: typer.Typer) -> None:
+    @app.command(epilog=EXAMPLE)
+    def bench(
+        suite: str = typer.Argument(
+            ...,
+            help="strategies: plans of these devices beside one device; engines: ours beside other tools; scaling: one to many "
+            "devices; ceilings: what the machine can do at best; compare A B: two results.",
+        ),
+        results: list[Path] | None = typer.Argument(None, help="compare: two folders that --out named, or results.json."),
+        workloads: str | None = typer.Option(None, help="Names with commas; default: the suite's."),
+        peers: str | None = typer.Option(
+            None, help="auto: the fastest known ones; none; or names (default: auto for engines, none for strategies)."
+        ),
+        devices: str | None = typer.Option(None, help="Numbers of devices, e.g. 1,2; default: 1 and all of them."),
+        micro: str = typer.Option("", help="strategies: rows a device by strategy, e.g. zero-2=64,zero-3=128."),
+        steps: int = typer.Option(30, min=2, help="Steps of each engine."),
+        warm: int = typer.Option(10, min=1, help="First steps that are not counted."),
+        repeat: int = typer.Option(1, min=1, help="Run the whole list so often, in turn."),
+        tokens: str | None = typer.Option(None, help=".npy file of token numbers to train on; default: random ones."),
+        until: float | None = typer.Option(None, help="Tell the steps and seconds to this loss (with --tokens)."),
+        order: str = typer.Option("ceilings,peer,ours", help="What runs, in this order."),
+        timeout: float = typer.Option(240.0, help="Seconds of one engine's run."),
+        budget: float | None = typer.Option(None, help="Seconds after which no further engine is started."),
+        out: Path | None = typer.Option(None, help="Folder for results.json, results.md, results.html and log.txt."),
+        json: bool = typer.Option(False, "--json", help="Print one JSON object in place of the table."),
+    ) -> int:
+        """Measure this machine. Every engine runs by itself, in turn, on the same shapes; each result keeps the machine, the
+        versions, the commit and the command. Exit code 1 when nothing gave a result."""
+        from meshwright.bench.strategies import parse_micro
+        from meshwright.bench.tasks import SUITES, Settings
+        from meshwright.errors import Finding, UserError
+
+        if suite == "compare":
+            return _compare(results or [], json)
+        if suite not in SUITES:
+            known = ", ".join([*SUITES, "compare"])
+            raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {known}")])
+        if results:
+            raise UserError(findings=[Finding("bench", f"{results[0]}: only compare takes results")])
+        try:
+            gpus = tuple(int(part) for part in devices.split(",")) if devices else _here()
+        except ValueError:
+            raise UserError(findings=[Finding("--devices", f"{devices} is no list of numbers", "For example 1,2")]) from None
+        settings = Settings(
+            workloads=tuple(workloads.split(",")) if workloads else SUITES[suite],
+            suite=suite,
+            peers=peers or ("auto" if suite == "engines" else "none"),
+            gpus=gpus,
+            micro=tuple(parse_micro(micro).items()),
+            repeat=repeat,
+            tokens=tokens,
+            until=until,
+            steps=steps,
+            warm=warm,
+            order=tuple(order.split(",")),
+            out=out,
+            timeout=timeout,
+            budget=budget or float("inf"),
+        )
+        return _measure(settings, json)
+
+
+def _here() -> tuple[int, ...]:
+    """One device and all of them."""
+    from meshwright.distributed import device
+
+    every = device.count(kind) if (kind := device.pick()) != "cpu" else device.default_ranks("cpu")
+    return tuple(sorted({1, every}))
+
+
+def _measure(settings: Settings, json: bool) -> int:
+    import json as codec
+
+    from meshwright.bench.page import write_page
+    from meshwright.bench.runner import run
+
+    outcome = run(settings, say=lambda text: typer.echo(text, err=json))
+    if settings.out is not None:
+        write_page(settings.out / "results.html", outcome.table(), outcome.results)
+    typer.echo(codec.dumps(outcome.as_dict()) if json else "\n" + outcome.table())
+    measured = any(result.figures is not None for result in outcome.results) or bool(outcome.ceilings)
+    return 0 if measured else 1
+
+
+def _compare(results: list[Path], json: bool) -> int:
+    import json as codec
+
+    from meshwright.bench.compare import compare, load
+    from meshwright.errors import Finding, UserError
+
+    if len(results) != 2:
+        raise UserError(findings=[Finding("bench compare", f"{len(results)} results", "Give two: bench compare A B")])
+    rows, table = compare(load(results[0]), load(results[1]))
+    typer.echo(codec.dumps(rows) if json else table)
+    return 0

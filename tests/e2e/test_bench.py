@@ -18,6 +18,21 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_nothing_that_could_run() -> None:
+    done = bench("engines", "--workloads", "smoke", "--peers", "torchtitan", "--order", "peer,ours", "--devices", "99")
+    assert done.returncode == 1, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| smoke ")]
+    assert ["needs 99 devices" in row for row in rows] == [True, True]
+
+
+def test_a_wrong_name_is_the_users_mistake() -> None:
+    done = bench("engines", "--workloads", "smoke", "--peers", "deepspeedy")
+    assert done.returncode == 2
+    assert "'deepspeedy' is unknown" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_smoke_suite(tmp_path: Path) -> None:
     shape = ("--workloads", "smoke-encoder", "--steps", "12", "--warm", "4", "--devices", "1,2")
     done = bench("engines", *shape, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

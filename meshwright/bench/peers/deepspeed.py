@@ -70,7 +70,8 @@ def train(job: Job, stage: int) -> None:
     laps, losses = Laps(job.device), []
     for batch in loader:
         tokens, labels = (batch[name].to(job.device, non_blocking=True) for name in ("input_ids", "labels"))
-        loss = F.cross_entropy(engine(tokens).flatten(0, 1).float(), labels.flatten())
+        logits = engine(tokens).flatten(0, 1)
+        loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten())
         engine.backward(loss)
         engine.step()
         losses.append(loss.detach())

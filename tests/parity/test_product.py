@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tests.parity import array, product
+from tests.parity.runner import done
 
 
 def results_and_git():
@@ -79,5 +80,5 @@ def test_the_next_cells_of_the_product(ranks):
     """A slice that moves with the commit, without touching the file: the product itself is a command of hours."""
     cells = array.whole_product()
     start = int(product.Git().code(), 16) % 97 if (product.ROOT / ".git").exists() else 0
-    wrong = {cell.id: line["wrong"] for cell in cells[start::97] if (line := product.done(ranks, cell, ""))["wrong"]}
+    wrong = {cell.id: line["wrong"] for cell in cells[start::97] if (line := done(ranks, cell, ""))["wrong"]}
     assert wrong == {}

@@ -47,7 +47,7 @@ from typing import Any
 
 __all__ = ["Pool", "Pools", "RankError", "joined", "layout_mesh", "mesh"]
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "meshwright.verify.cases", __name__]
+PRELOAD = ["torch.distributed.tensor", "meshwright.verify.cases", "tests.ranks.warm", __name__]
 """What ranks find imported: read once by the server that they are forked from, instead of a second or so by each of them."""
 FOLLOWING = ("closed by peer", "Connection reset", "Broken pipe", "Connection refused")
 """What a rank says when another one went away first: never the culprit while any other failure is known."""

@@ -17,6 +17,8 @@ from tests.ranks.pool import Pools  # noqa: E402
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Which tests stay together where workers run beside each other (`--dist loadgroup`): those of one file, which share what
     its fixtures made, and all that use the pool of ranks. Two pools at once would only take the cores from each other."""
+    if not item.config.pluginmanager.hasplugin("xdist"):
+        return
     pool = "ranks" in getattr(item, "fixturenames", ())
     item.add_marker(pytest.mark.xdist_group("ranks" if pool else item.path.name))
 

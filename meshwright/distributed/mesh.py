@@ -41,9 +41,15 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     """(index, size) of this rank among those that see different samples."""
     index, size = 0, 1
     for name in DATA_AXES:
-        index = index * mesh[name].size() + mesh.get_local_rank(name)
-        size *= mesh[name].size()
+        ways = _ways(mesh, name)
+        index = index * ways + mesh.get_local_rank(name)
+        size *= ways
     return index, size
+
+
+def _ways(mesh: DeviceMesh, name: str) -> int:
+    """Ranks along an axis, without making a submesh, which takes milliseconds."""
+    return mesh.size((mesh.mesh_dim_names or ()).index(name))
 
 
 _made: WeakKeyDictionary[DeviceMesh, tuple[object, dict[Hashable, dist.ProcessGroup | None]]] = WeakKeyDictionary()
@@ -87,7 +93,7 @@ class AxisGroups:
         unknown = [axis for axis in axes if axis not in names]
         if unknown or not axes:
             raise ValueError(f"axes {axes} are not among {names}")
-        wide = tuple(name for name in names if name in axes and self.mesh[name].size() > 1)
+        wide = tuple(name for name in names if name in axes and _ways(self.mesh, name) > 1)
         if len(wide) < 2:
             return self.mesh.get_group(wide[0] if wide else axes[0])
         if wide not in self._made:
@@ -95,12 +101,12 @@ class AxisGroups:
         return self._made[wide]
 
     def _make(self, wide: tuple[str, ...], names: tuple[str, ...]) -> dist.ProcessGroup:
-        if self.mesh.mesh.numel() == dist.get_world_size() and all(self.mesh[n].size() == 1 for n in names if n not in wide):
+        if self.mesh.mesh.numel() == dist.get_world_size() and all(_ways(self.mesh, n) == 1 for n in names if n not in wide):
             return dist.group.WORLD  # type: ignore[return-value]  # the default group exists: the mesh is made over it
         inside = [names.index(name) for name in wide]
         outside = [index for index in range(len(names)) if index not in inside]
         ranks = self.mesh.mesh.permute(*outside, *inside)
-        rows = ranks.reshape(-1, math.prod(self.mesh[name].size() for name in wide)).tolist()
+        rows = ranks.reshape(-1, math.prod(_ways(self.mesh, name) for name in wide)).tolist()
         group = subgroup(self.mesh, wide, rows)
         assert group is not None  # the rows hold every rank
         return group

@@ -7,8 +7,11 @@ assert not outcome.wrong
 from __future__ import annotations
 
 import functools
+import pickle
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshwright.distributed.environment import World
@@ -56,6 +59,8 @@ LAYOUTS = {
     "tp4-pp": Layout(tp=4, pp=2),
 }
 SCHEDULES = tuple(CHUNKS)
+
+_lock = threading.Lock()
 
 LIMITS = {
     "fp64": {"loss": 1e-12, "norm": 1e-12, "gradient": 1e-11, "weight": 1e-11, "moment": 1e-11},
@@ -126,6 +131,11 @@ class Outcome:
         return self.trouble + far + absent
 
 
+def compiled_alike(cell: Cell) -> tuple[Any, ...]:
+    """Cells of which this is the same run much the same compiled blocks, whatever else their layouts are."""
+    return LAYOUTS[cell.layout].tp, cell.sequence_parallel, cell.model, cell.precision
+
+
 def limits_of(cell: Cell) -> dict[str, float]:
     return LIMITS[cell.precision]
 
@@ -138,10 +148,20 @@ def reference_of(model: str, precision: str, clip: bool, steps: int = STEPS) -> 
         return reference(case_of(model, precision, clip, steps), ranks, ROWS, gradients=steps)
 
 
+@functools.lru_cache(maxsize=4)
+def _read(path: Path) -> Reference:
+    known: Reference = pickle.loads(path.read_bytes())
+    return known
+
+
 def run_cell(ranks: Pools, cell: Cell, fault: str = "", timeout: float = 120.0) -> Outcome:
-    """fault: a name of tests/parity/faults.py that is planted in every rank."""
-    known = reference_of(cell.model, cell.precision, cell.clip)
-    results = ranks(cell.world).run(cell_on_rank, cell, known, fault, timeout=timeout)
+    """fault: a name of tests/parity/faults.py that is planted in every rank. Safe in several threads, each with its ranks."""
+    path = ranks.folder / f"reference-{cell.model}-{cell.precision}-{cell.clip}"
+    with _lock:  # it is made in this process
+        known = reference_of(cell.model, cell.precision, cell.clip)
+    if not path.exists():  # ranks read it once each, instead of being sent megabytes with every cell
+        path.write_bytes(pickle.dumps(known))
+    results = ranks(cell.world).run(cell_on_rank, cell, path, fault, timeout=timeout)
     outcome = Outcome()
     for worst, _, trouble in results:
         outcome.trouble += [text for text in trouble if text not in outcome.trouble]
@@ -152,10 +172,25 @@ def run_cell(ranks: Pools, cell: Cell, fault: str = "", timeout: float = 120.0) 
     return outcome
 
 
-def cell_on_rank(cell: Cell, known: Reference, fault: str) -> tuple[dict[str, Worst], list[Any], list[str]]:
+_compiled: set[tuple[Any, ...]] = set()
+
+
+def _forget_others(cell: Cell) -> None:
+    """Compiled blocks of other models would be tried first, at every call, and one day be too many."""
+    import torch
+
+    if cell.compile != "off" and compiled_alike(cell) not in _compiled:
+        torch.compiler.reset()
+        _compiled.clear()
+        _compiled.add(compiled_alike(cell))
+
+
+def cell_on_rank(cell: Cell, path: Path, fault: str) -> tuple[dict[str, Worst], list[Any], list[str]]:
     """On every rank: largest differences by kind, what this rank holds, what is wrong beside numbers."""
     from tests.parity.faults import planted
 
+    known = _read(path)
+    _forget_others(cell)
     found: dict[str, Worst] = {}
     held: list[Any] = []
 

@@ -1,12 +1,15 @@
 """The whole product of cells, in slices that can be stopped and go on.
 
+    python -m tests.parity.product                                            # every cell that is not there yet
+    python -m tests.parity.product --minutes 9                                # end in time; the same again goes on
     python -m tests.parity.product --slice 1/4                                # cells 0, 4, 8, ...
-    python -m tests.parity.product --slice 1/4 --out A --commit SHA           # on a machine that has the code but no git
+    python -m tests.parity.product --out A --commit SHA                       # on a machine that has the code but no git
     python -m tests.parity.product --merge A B                                # take the lines of other files in
 
 Each cell that is done is a line of docs/parity-results.jsonl: its id, the commit of the code, the largest difference of each
-kind, and what was wrong. A cell that stands there for the present code is passed over, so the same command goes on where it was
-stopped; a later line of a cell counts. Slices may append to the file side by side.
+kind, and what was wrong. A cell that stands there for the present code, right or wrong, is passed over, so the same command
+goes on where it was stopped; a later line of a cell counts. Slices may append to the file side by side. Cells run on the CPU
+alone, on as many sets of ranks at once as the machine has threes of cores.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
@@ -22,9 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from meshwright.distributed.device import cores
 from tests.parity import array
-from tests.parity.cells import Cell, limits_of, run_cell
-from tests.ranks.pool import Pools, RankError
+from tests.parity.cells import Cell
+from tests.parity.runner import Work, run_all
 
 __all__ = ["FILE", "Git", "covered_by", "main", "merge", "read", "stale"]
 
@@ -86,11 +93,15 @@ def covered_by(results: dict[str, dict[str, Any]], cells: Sequence[Cell]) -> lis
     return [cell.id for cell in cells if cell.id not in results]
 
 
+def _text(line: dict[str, Any]) -> str:
+    return json.dumps(line, separators=(",", ":")) + "\n"
+
+
 def append(line: dict[str, Any], path: Path = FILE) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(json.dumps(line) + "\n")
+        file.write(_text(line))
 
 
 def merge(others: Iterable[Path], path: Path = FILE) -> int:
@@ -100,29 +111,20 @@ def merge(others: Iterable[Path], path: Path = FILE) -> int:
     for other in others:
         found |= read(other)
     lines = [found[cell.id] for cell in array.whole_product() if cell.id in found]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    path.write_text("".join(map(_text, lines)), encoding="utf-8")
     return len(lines)
 
 
-def done(ranks: Pools, cell: Cell, commit: str) -> dict[str, Any]:
-    """Runs one cell; its line."""
-    start = time.perf_counter()
-    worst: dict[str, float] = {}
-    try:
-        outcome = run_cell(ranks, cell)
-        wrong = outcome.over(limits_of(cell))
-        worst = {kind: float(f"{found.value:.1e}") for kind, found in sorted(outcome.worst.items())}
-    except RankError as error:
-        wrong = [str(error).strip().splitlines()[-1]]
-    seconds = round(time.perf_counter() - start, 2)
-    return {"cell": cell.id, "commit": commit[:12], "worst": worst, "wrong": wrong, "seconds": seconds}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 1 if a cell of this slice is wrong."""
+    """Exit code 1 if a cell that ran is wrong."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="tests.parity.product", description=__doc__)
     parser.add_argument("--slice", default="1/1", help="K/N: every N-th cell, from the K-th on")
-    parser.add_argument("--limit", type=int, default=0, help="stop after so many cells")
+    parser.add_argument("--limit", type=int, default=0, help="no more than so many cells")
+    parser.add_argument("--minutes", type=float, default=0.0, help="start no cell after so many minutes")
+    parser.add_argument("--pools", type=int, default=max(1, cores() // 3), help="sets of ranks at once")
+    parser.add_argument("--every", action="store_true", help="print every cell, not the wrong ones alone")
     parser.add_argument("--out", type=Path, default=FILE, help="where lines go")
     parser.add_argument("--commit", help="of the code, where there is no git to ask")
     parser.add_argument("--merge", type=Path, nargs="+", help="take the lines of these files in, run nothing")
@@ -142,16 +144,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = array.whole_product()[part - 1 :: parts]
     todo = [cell for cell in cells if cell.id not in known or cell.id in old]
     todo = todo[: args.limit] if args.limit else todo
-    ranks, failed = Pools(), 0
-    try:
-        for number, cell in enumerate(todo, 1):
-            line = done(ranks, cell, commit)
-            append(line, args.out)
-            failed += bool(line["wrong"])
-            print(f"{number}/{len(todo)} {cell.id} {line['seconds']} s {'; '.join(line['wrong']) or 'same'}", flush=True)
-    finally:
-        ranks.close()
-    return 1 if failed else 0
+    return run(todo, commit, args)
+
+
+def run(todo: Sequence[Cell], commit: str, args: argparse.Namespace) -> int:
+    work, start, lines = Work(todo, time.monotonic() + 60 * args.minutes if args.minutes else None), time.monotonic(), []
+
+    def take(line: dict[str, Any]) -> None:
+        append(line, args.out)
+        lines.append(line)
+        if line["wrong"] or args.every:
+            print(f"{line['cell']} {line['seconds']} s {'; '.join(line['wrong']) or 'same'}", flush=True)
+        if len(lines) % 100 == 0:
+            print(f"{len(lines)}/{len(todo)} cells in {time.monotonic() - start:.0f} s", flush=True)
+
+    run_all(work, commit, args.pools, take)
+    wrong = sum(bool(line["wrong"]) for line in lines)
+    print(f"{len(lines)} cells in {time.monotonic() - start:.0f} s, {wrong} of them wrong, {len(todo) - len(lines)} left")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

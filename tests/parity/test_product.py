@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 
 import pytest
 
-from tests.parity import array, product
+from meshwright.verify.compare import Worst
+from tests.parity import array, product, runner
+from tests.parity.cells import Outcome, compiled_alike, limits_of
+from tests.ranks.pool import RankError
 
 
 def results_and_git():
@@ -74,10 +79,55 @@ def test_results_of_other_code_are_stale(tmp_path):
     assert not git.clean()
 
 
+def test_every_cell_is_given_out_once_and_those_that_compile_alike_together():
+    # Red when a worker that helps another leaves the cells with both.
+    cells = array.whole_product()
+    work, given = runner.Work(cells), {worker: [] for worker in range(3)}
+    assert work.left() == len(cells)
+    while (turn := [(worker, work.next_of(worker)) for worker in given]) and any(cell for _, cell in turn):
+        for worker, cell in turn:
+            given[worker] += [cell] if cell else []
+    assert work.left() == 0
+    assert sorted(cell.id for part in given.values() for cell in part) == sorted(cell.id for cell in cells)
+    for part in given.values():
+        assert [cell.world for cell in part] == sorted((cell.world for cell in part), reverse=True)
+        changes = sum(compiled_alike(one) != compiled_alike(other) for one, other in itertools.pairwise(part))
+        assert len(part) > 2000 and changes < 120
+
+
+def test_nothing_is_given_out_after_the_end():
+    cells = array.whole_product()[:50]
+    work = runner.Work(cells, time.monotonic() + 60)
+    assert work.next_of(0) is not None
+    work.stop()
+    assert work.next_of(0) is None and work.next_of(1) is None and work.left() == 49
+    assert runner.Work(cells, time.monotonic() - 1).next_of(0) is None
+
+
+def test_what_breaks_one_cell_is_its_line_and_the_others_go_on(monkeypatch):
+    cells = [cell for cell in array.whole_product() if cell.world == 2][:6]
+
+    def broken(ranks, cell, timeout):
+        if cell is cells[1]:
+            raise RankError("rank 1 of 2: the process ended (signal SIGKILL)\n-- its output --\nlast words", 1, 137)
+        if cell is cells[3]:
+            raise ValueError("a planted failure")
+        return Outcome({kind: Worst() for kind in limits_of(cell)})
+
+    monkeypatch.setattr(runner, "run_cell", broken)
+    lines = []
+    runner.run_all(runner.Work(cells), "c" * 40, 2, lines.append)
+    wrong = {line["cell"]: line["wrong"] for line in lines}
+    assert sorted(wrong) == sorted(cell.id for cell in cells) and {line["commit"] for line in lines} == {"c" * 12}
+    assert wrong.pop(cells[1].id) == ["rank 1 of 2: the process ended (signal SIGKILL)", "last words"]
+    assert wrong.pop(cells[3].id) == ["ValueError: a planted failure"]
+    assert set(map(tuple, wrong.values())) == {()}
+
+
 @pytest.mark.slow
 def test_the_next_cells_of_the_product(ranks):
     """A slice that moves with the commit, without touching the file: the product itself is a command of hours."""
     cells = array.whole_product()
     start = int(product.Git().code(), 16) % 97 if (product.ROOT / ".git").exists() else 0
-    wrong = {cell.id: line["wrong"] for cell in cells[start::97] if (line := product.done(ranks, cell, ""))["wrong"]}
+    wrong = {cell.id: line["wrong"] for cell in cells[start::97] if (line := runner.done(ranks, cell, ""))["wrong"]}
     assert wrong == {}

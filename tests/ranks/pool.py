@@ -13,6 +13,8 @@ In a test file (`ranks` is the fixture of tests/conftest.py):
 
 Inside a rank the default process group (gloo, `n` ranks) exists already and lives as long as the pool, so use
 `mesh(shape, names)` or `layout_mesh(layout)` of this module for meshes, and `joined()` for a `Ranks`: they are made once.
+Axes of different meshes that put the same ranks together have one group: fewer threads, and code compiled for one mesh serves
+another.
 Destroying a mesh would leave DTensor's sharding cache with the names of dead groups. Every call starts with
 `torch.manual_seed(0)`, float32 as the default type and one thread.
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import importlib
+import math
 import multiprocessing
 import os
 import pickle
@@ -44,7 +47,8 @@ from typing import Any
 
 __all__ = ["Pool", "Pools", "RankError", "joined", "layout_mesh", "mesh"]
 
-PRELOAD = ["torch", "torch.distributed", "torch.distributed.tensor", "torch.distributed.fsdp", __name__]
+PRELOAD = ["torch.distributed.tensor", "meshwright.verify.cases", "tests.ranks.warm", __name__]
+"""What ranks find imported: read once by the server that they are forked from, instead of a second or so by each of them."""
 FOLLOWING = ("closed by peer", "Connection reset", "Broken pipe", "Connection refused")
 """What a rank says when another one went away first: never the culprit while any other failure is known."""
 THREADS = 120
@@ -52,6 +56,9 @@ THREADS = 120
 the cores from everything else."""
 SETTLE = 1.0
 """Seconds to wait for the culprit after a failure that only follows from another."""
+
+
+_starting = threading.Lock()
 
 
 class RankError(Exception):
@@ -179,13 +186,21 @@ class Pools:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.folder = Path(self._folder.name)
+        """For files that ranks read; it goes when the pools are closed."""
         self._pools: dict[int, Pool] = {}
         atexit.register(self.close)  # multiprocessing would wait for live children at exit
 
     def __call__(self, world: int) -> Pool:
         if world not in self._pools:
-            self._pools[world] = Pool(world, Path(self._folder.name))
+            self._pools[world] = Pool(world, self.folder)
         return self._pools[world]
+
+    def keep_only(self, world: int) -> None:
+        """Ends the ranks of all other pools."""
+        for size, pool in self._pools.items():
+            if size != world:
+                pool.close()
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -197,18 +212,24 @@ class Pools:
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
+    with _starting:
+        _serve_forks(context)
+    return context
+
+
+def _serve_forks(context: Any) -> None:
     context.set_forkserver_preload(PRELOAD)
     from multiprocessing import forkserver
 
-    # the server keeps the environment of its first start, and OpenMP reads its variables when torch is loaded there
+    # the server keeps the environment of its first start, and OpenMP reads its variables when torch is loaded there; a rank
+    # that saw a GPU would take memory on it
     before = dict(os.environ)
-    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", CUDA_VISIBLE_DEVICES="")
     try:
         forkserver.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(before)
-    return context
 
 
 def _follows(text: str) -> bool:
@@ -224,17 +245,31 @@ def _ended(code: int | None) -> str:
 # ---- in a rank ----------------------------------------------------------------------------------------------------------
 
 _meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], Any] = {}
+_groups: dict[tuple[tuple[int, ...], ...], Any] = {}
 _joined: list[Any] = []
 
 
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
     """The DeviceMesh on CPU of this shape over the whole pool; made once."""
-    from torch.distributed.device_mesh import init_device_mesh
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     key = (tuple(shape), tuple(names))
     if key not in _meshes:
-        _meshes[key] = init_device_mesh("cpu", key[0], mesh_dim_names=key[1])
+        places = torch.arange(math.prod(shape)).view(shape)
+        groups = [_group(places.movedim(axis, -1).reshape(-1, size).tolist()) for axis, size in enumerate(shape)]
+        _meshes[key] = DeviceMesh.from_group(groups, "cpu", places, mesh_dim_names=key[1])
     return _meshes[key]
+
+
+def _group(rows: list[list[int]]) -> Any:
+    """This rank's group of those; made once."""
+    import torch.distributed as dist
+
+    key = tuple(map(tuple, rows))
+    if key not in _groups:
+        _groups[key], _ = dist.new_subgroups_by_enumeration(rows)
+    return _groups[key]
 
 
 def layout_mesh(layout: Any) -> Any:

@@ -1,0 +1,15 @@
+"""Imported by the server that ranks are forked from: one tiny compilation, so that the second that a process's first one takes,
+nearly all of it for imports, is spent once and not by every rank."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _double(x: torch.Tensor) -> torch.Tensor:
+    return (x * 2).sum()
+
+
+_compiled = torch.compile(_double, backend="aot_eager", fullgraph=True)
+_compiled(torch.ones(2, requires_grad=True)).backward()
+torch.compiler.reset()

@@ -24,8 +24,7 @@ def heads_divide(model: ModelConfig, tp: int, cp: int) -> bool:
     kv_heads = model.kv_heads or model.heads
     splits = [head_split(model.heads, kv_heads, tp, rank) for rank in range(tp)]
     return all(
-        split.queries[1] % cp == 0 and (split.keys[1] % cp == 0 or cp % split.keys[1] == 0) and split.queries[1] >= cp
-        for split in splits
+        split.queries[1] % cp == 0 and (split.keys[1] % cp == 0 or cp % split.keys[1] == 0) for split in splits
     )
 
 

@@ -43,8 +43,8 @@ def flash_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flash attention of sequences that lie behind each other: T queries, U keys, of each sequence as int32 boundaries [N+1].
 
-    longest: at least the most queries and keys of a sequence. causal: a sequence has as many queries as keys. Returns the result
-    [T, H, E] and the log-sum-exp, fp32 [H, T] (infinite for a query without a key).
+    longest: at least the most queries and keys of a sequence. causal: a sequence has as many queries as keys. Returns the
+    result [T, H, E] and the log-sum-exp, fp32 [H, T] (infinite for a query without a key).
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q_THE, k_UKE, v_UKE, cu_q, cu_k, *longest, 0.0, causal, False, scale=scale

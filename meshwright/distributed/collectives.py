@@ -23,7 +23,17 @@ import torch.distributed as dist
 
 from meshwright.compat import all_gather_single, reduce_scatter_single
 
-__all__ = ["all_sum", "copy", "exchange", "gather", "gather_alike", "gather_uneven", "group_of", "register_group", "scatter_sum"]
+__all__ = [
+    "all_sum",
+    "copy",
+    "exchange",
+    "gather",
+    "gather_alike",
+    "gather_uneven",
+    "group_of",
+    "register_group",
+    "scatter_sum",
+]
 
 _groups: dict[str, dist.ProcessGroup] = {}
 

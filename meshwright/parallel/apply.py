@@ -52,8 +52,9 @@ def parallelize(
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
     goes next, since it changes which block of a parameter exists here; then ties across stages, of whatever blocks those
     are. Context parallelism changes no parameter, only which positions there are and how attention sees the others; its
-    exchanges are inside of blocks. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism is last, since it
-    moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would be trained by nobody.
+    exchanges are inside of blocks. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data
+    parallelism is last, since it moves the parameters into its buffers and hooks them: whatever replaced a parameter after
+    that would be trained by nobody.
     """
     _check(plan, mesh)
     stages = cut(model, plan, mesh)

@@ -162,7 +162,9 @@ class _Entrance:
     def __init__(self, context: Context):
         self.context = context
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert isinstance(model, Trunk)  # where this is registered
         context, kwargs = self.context, dict(given)
         tokens = args[0] if args else kwargs.pop("tokens")

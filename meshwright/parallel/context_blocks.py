@@ -282,7 +282,9 @@ class Flash:
         grads[1, :, :m].copy_(dv)
         return grads
 
-    def _block(self, source: int) -> tuple[tuple[int, int], tuple[int, int], tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]:
+    def _block(
+        self, source: int
+    ) -> tuple[tuple[int, int], tuple[int, int], tuple[torch.Tensor, torch.Tensor, tuple[int, int]]]:
         """(first, count) of the queries and of the keys between which anything can be seen, and the kernel's boundaries."""
         mine, theirs = self.runs[self.rank], self.runs[source]
         if self.causal and source < self.rank:  # all queries come after the first run of keys, and before the second

@@ -33,11 +33,12 @@ __all__ = ["Axes", "Engine", "StepInfo"]
 class Axes:
     """Process groups by what their ranks share; axes of size 1 are left out.
 
-    data: ranks that see different samples, or other positions of the same: each has a part of the gradient. distinct: one group an axis whose ranks hold different elements of the same
-    gradient. model: those of them whose ranks hold different parts of the model, by name: pp and tp. every: one group an
-    axis; reduced over in turn, they reach the whole world. apart: one group an axis of `data` whose ranks hold different
-    pieces of the working weights. context: those of `data` that have other positions of the same samples. shards: those over
-    which a ZeRO stage shards, dp_shard and cp as one axis. replicas: those that hold the same pieces then.
+    data: ranks that see different samples, or other positions of the same: each has a part of the gradient. distinct: one
+    group an axis whose ranks hold different elements of the same gradient. model: those of them whose ranks hold different
+    parts of the model, by name: pp and tp. every: one group an axis; reduced over in turn, they reach the whole world. apart:
+    one group an axis of `data` whose ranks hold different pieces of the working weights. context: those of `data` that have
+    other positions of the same samples. shards: those over which a ZeRO stage shards, dp_shard and cp as one axis. replicas:
+    those that hold the same pieces then.
     """
 
     data: dist.ProcessGroup | None = None
@@ -51,7 +52,7 @@ class Axes:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, zero: int = 0) -> Axes:
-        """zero: from 1 on, ranks along dp_shard and cp hold different ranges of the reduced gradient; with 3, of the weights."""
+        """zero: from 1 on, ranks along dp_shard and cp hold other ranges of the reduced gradient; with 3, of the weights."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh.size(names.index(name)) > 1}
 

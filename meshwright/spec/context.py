@@ -1,9 +1,9 @@
 """How context parallelism deals the positions of a row to its ranks, and by which method attention sees all of them. Integers.
 
-    ring        every rank keeps its queries; keys and values go round. A causal row of S positions is cut into 2 cp chunks and
-                rank r has chunks r and 2 cp - 1 - r, so that all ranks have the same number of pairs of a query and a key
-    all_to_all  for attention a rank gets all positions of a part of the heads. Rank r has the r-th run of S / cp positions,
-                as it has in a ring where attention goes both ways
+ring        every rank keeps its queries; keys and values go round. A causal row of S positions is cut into 2 cp chunks and
+            rank r has chunks r and 2 cp - 1 - r, so that all ranks have the same number of pairs of a query and a key
+all_to_all  for attention a rank gets all positions of a part of the heads. Rank r has the r-th run of S / cp positions,
+            as it has in a ring where attention goes both ways
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from meshwright.errors import Finding
 from meshwright.spec.plan import Plan
 from meshwright.spec.sharding import head_split
 
-__all__ = ["chunk_unit", "chunks_of", "context_findings", "context_method", "deals_in_pairs", "heads_divide", "length_finding", "resolved"]
+__all__ = [
+    "chunk_unit",
+    "chunks_of",
+    "context_findings",
+    "context_method",
+    "deals_in_pairs",
+    "heads_divide",
+    "length_finding",
+    "resolved",
+]
 
 
 def heads_divide(model: ModelConfig, tp: int, cp: int) -> bool:
@@ -23,9 +32,7 @@ def heads_divide(model: ModelConfig, tp: int, cp: int) -> bool:
     do too, or are so few that each goes to several ranks alike."""
     kv_heads = model.kv_heads or model.heads
     splits = [head_split(model.heads, kv_heads, tp, rank) for rank in range(tp)]
-    return all(
-        split.queries[1] % cp == 0 and (split.keys[1] % cp == 0 or cp % split.keys[1] == 0) for split in splits
-    )
+    return all(split.queries[1] % cp == 0 and (split.keys[1] % cp == 0 or cp % split.keys[1] == 0) for split in splits)
 
 
 def context_method(asked: str, model: ModelConfig, tp: int, cp: int) -> str:
@@ -73,7 +80,9 @@ def context_findings(plan: Plan, model: ModelConfig, seq_len: int) -> list[Findi
         what += f" over tp {layout.tp} do not divide by cp {layout.cp}"
         found.append(Finding("plan.context", what, "Use context: ring, or leave it out"))
     if method == "ring" and model.attention_dropout:
-        what = f"ring, but with model.attention_dropout {model.attention_dropout} no rank has a whole row of weights to drop from"
+        what = (
+            f"ring, but with model.attention_dropout {model.attention_dropout} no rank has a whole row of weights to drop from"
+        )
         fix = "Use attention_dropout: 0, or a cp that divides the heads (context: all_to_all)"
         found.append(Finding("plan.context", what, fix))
     pairs = deals_in_pairs(method, model.arch)
@@ -93,4 +102,3 @@ def length_finding(length: int, ranks: int, pairs: bool, tp: int = 1) -> Finding
     how += f", each over tp {tp}" if tp > 1 else ""
     fix = f"Use data.seq_len {' or '.join(map(str, near))}, or another cp"
     return Finding("layout.cp", f"rows of {length} tokens do not divide into {how}", fix)
-

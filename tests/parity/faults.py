@@ -252,7 +252,9 @@ FAULTS: dict[str, Fault] = {
     "the last bucket stays": Fault(_late_bucket_forgotten, lambda cell: cell.layout == "data"),
     "positions of ranks are not summed": Fault(_no_gradient_all_reduce, lambda cell: cell.layout in ("cp", "cp4")),
     "the norm skips shards over positions": Fault(_norm_of_one_shard, lambda cell: cell.layout == "zero3-cp"),
-    "the ring forgets a block": Fault(_ring_forgets_a_block, lambda cell: cell.context == "ring" and cell.model != "classifier"),
+    "the ring forgets a block": Fault(
+        _ring_forgets_a_block, lambda cell: cell.context == "ring" and cell.model != "classifier"
+    ),
     "keys of other ranks learn nothing": Fault(_no_gradient_of_other_keys, lambda cell: cell.context == "ring"),
     "all-to-all has no way back": Fault(_no_gradient_of_other_positions, lambda cell: cell.context == "all_to_all"),
     "targets are counted once a context rank": Fault(_targets_counted_by_each_context_rank, lambda cell: _sized(cell, cp=True)),

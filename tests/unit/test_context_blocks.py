@@ -107,11 +107,7 @@ def test_the_kernel_gets_runs_of_each_document():
                     if source != rank or j - c <= i - a:
                         assert i // n == j // m
                         seen.add((i // n, queries[i % n], keys[j % m]))
-            expected = {
-                (row, i, j)
-                for row, i, j in product(range(B), *places)
-                if j <= i and docs[row, i] == docs[row, j]
-            }
+            expected = {(row, i, j) for row, i, j in product(range(B), *places) if j <= i and docs[row, i] == docs[row, j]}
             assert seen == expected
 
 

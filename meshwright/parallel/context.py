@@ -65,7 +65,7 @@ def split_positions(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Co
     if model.rope is not None:
         model.rope = _Rope(model.rope, context)  # type: ignore[assignment]
     if model.task == "classify":
-        model.pooled = _Pool(context, causal=model.causal)  # type: ignore[method-assign]
+        model.pooled = _Pool(context, causal=model.causal)  # type: ignore[assignment, method-assign]
     model.context = context  # type: ignore[assignment]
     model.register_forward_pre_hook(_Entrance(context), with_kwargs=True)
     return context

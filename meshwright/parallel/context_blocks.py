@@ -266,15 +266,10 @@ class Flash:
         assert self.dq_BPHE is not None  # made with a gradient
         (first, n), (_, m), arguments = self._block(source)
         lse_HT = self.merged.lse.narrow(2, first, n).transpose(0, 1).flatten(1, 2).contiguous()
-        parts = flash_backward(
-            *(_flat(t, first, n) for t in (self.grad, self.q)),
-            *(_flat(t, 0, m) for t in (k_BPKE, v_BPKE)),
-            _flat(self.out, first, n),
-            lse_HT,
-            *arguments,
-            source == self.rank and self.causal,
-            self.scale,
-        )
+        grad, q, out = (_flat(t, first, n) for t in (self.grad, self.q, self.out))
+        k, v = _flat(k_BPKE, 0, m), _flat(v_BPKE, 0, m)
+        causal = source == self.rank and self.causal
+        parts = flash_backward(grad, q, k, v, out, lse_HT, *arguments, causal, self.scale)
         dq, dk, dv = (part.view(self.batch, -1, *part.shape[1:]) for part in parts)
         self.dq_BPHE.narrow(1, first, n).add_(dq)
         grads = torch.zeros((2, *k_BPKE.shape), dtype=self.merged.out.dtype, device=k_BPKE.device)

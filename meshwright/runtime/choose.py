@@ -197,7 +197,8 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
 
     Tensor ranks share the first column, under sequence parallelism the second too; the third is whole on each. A stage of a
     pipeline keeps those of as many micro-batches as are under way. Context-parallel ranks have 1/cp of the tokens. Recompute
-    has one whole layer beside them. And 8 bytes a logit for one chunk of the head. Activations in host memory are not taken off.
+    has one whole layer beside them. And 8 bytes a logit for one chunk of the head. Activations in host memory are not taken
+    off.
     """
     model, optimizer, layout = config.model, config.train.optimizer, plan.layout
     e, tp = WEIGHT_BYTES[config.precision], plan.layout.tp

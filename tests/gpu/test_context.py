@@ -1,4 +1,4 @@
-"""The accelerator's kernel inside a ring against tiles in fp32, the ranks simulated one after another. `pytest -m gpu tests/gpu`."""
+"""The accelerator's kernel inside a ring against tiles in fp32, ranks played one after another. `pytest -m gpu tests/gpu`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def documents(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = [[700, 3, 1, 500, 332], [1, 1000, 35, 400, 100]]
     rows = torch.stack([torch.repeat_interleave(torch.arange(5), torch.tensor(row)) for row in lengths]).int()
     rows[1, -100:] = -1
-    bounds = torch.tensor([0, *torch.tensor(sum(lengths, [])).cumsum(0).tolist(), B * S], dtype=torch.int32)
+    bounds = torch.tensor([0, *torch.tensor(lengths).flatten().cumsum(0).tolist(), B * S], dtype=torch.int32)
     return rows.to(device), bounds.to(device)
 
 

@@ -73,8 +73,8 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """schedule: of a pipeline, else "". sequence_parallel: true where nothing is tensor parallel. context: "auto" where rows are
-    whole."""
+    """schedule: of a pipeline, else "". sequence_parallel: true where nothing is tensor parallel. context: "auto" where rows
+    are whole."""
 
     model: str
     layout: str

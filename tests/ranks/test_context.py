@@ -255,7 +255,7 @@ class Long:
 
 
 def long_case(length: int) -> Case:
-    model = {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "ffn": 16, "vocab": 64, "max_len": length}
+    model = {"layers": 1, "width": 16, "heads": 1, "ffn": 16, "vocab": 64, "max_len": length}
     config = Config.model_validate(
         {
             "model": model,

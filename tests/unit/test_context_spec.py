@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_every_position_has_one_rank_and_a_causal_ring_is_balanced(ranks, size, 
         [position for start, count in chunks_of(length, ranks, rank, pairs) for position in range(start, start + count)]
         for rank in range(ranks)
     ]
-    assert sorted(sum(here, [])) == list(range(length)) and all(mine == sorted(mine) for mine in here)
+    assert sorted(itertools.chain(*here)) == list(range(length)) and all(mine == sorted(mine) for mine in here)
     assert {len(mine) for mine in here} == {length // ranks}
     if pairs:  # keys that the queries of a rank see, themselves included
         assert len({sum(position + 1 for position in mine) for mine in here}) == 1

@@ -8,21 +8,23 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from meshwright.bench.synthetic import RandomRows
+from meshwright.bench.synthetic import FileRows, RandomRows
 from meshwright.bench.workloads import WORKLOADS
 from meshwright.config.load import Resolved
 from meshwright.distributed import device as devices
 from meshwright.distributed.environment import read_world
 from meshwright.distributed.world import init_world
 from meshwright.observe.metrics import read_metrics
-from meshwright.runtime.choose import bucket_mib
+from meshwright.runtime.choose import bucket_mib, fill_layout
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.worker import Job, RunData, run_on
 from meshwright.spec.counts import parameter_count
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
+from meshwright.spec.plan import Plan, read_plan
 from meshwright.train.objectives import make_objective
 
 
@@ -36,10 +38,16 @@ def main() -> None:
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--dropout", type=float)
     parser.add_argument("--bucket", type=int, help="MiB of gradients reduced together; default: the rule of a plan")
+    parser.add_argument("--plan", help="keys of a plan, a JSON file or text; default: data parallel")
+    parser.add_argument("--tokens", help="file of int32 tokens (.npy) to read rows from; default: random rows")
+    parser.add_argument("--rows", type=int, help="of the global batch; default: the workload's on every device")
+    parser.add_argument("--lr", type=float)
     parser.add_argument("--profile")
     args = parser.parse_args()
     workload, world, device_type = WORKLOADS[args.workload], read_world(), devices.pick()
     config = workload.config(devices=world.world, steps=args.steps, folder=args.folder, precision=args.precision)
+    changed: dict[str, Any] = {"batch": args.rows or config.train.batch, "lr": args.lr or config.train.lr}
+    config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
     if args.dropout is not None:
         model = config.model.model_copy(update={"dropout": args.dropout, "attention_dropout": args.dropout})
         config = config.model_copy(update={"model": model})
@@ -47,18 +55,23 @@ def main() -> None:
     task = make_objective(config.objective, 0).task
     bucket = args.bucket or bucket_mib(parameter_count(config.model, task), args.precision)
     plan = Plan(Layout(dp_replicate=world.world), workload.rows, args.precision, mode, bucket_mib=bucket)
+    if args.plan:
+        given = read_plan(args.plan)
+        plan = replace(plan, **{**given, "layout": fill_layout(given.get("layout", {}), world.world)})
     folder = RunFolder(args.folder)
     if world.rank == 0:
         folder.create(resume=False)
         folder.write_config(Resolved(config, {}))
         plan.save(folder.plan)
     assert config.model.vocab is not None
-    rows = RandomRows(workload.seq_len, config.model.vocab, workload.targets)
+    rows: FileRows | RandomRows = RandomRows(workload.seq_len, config.model.vocab, workload.targets)
+    if args.tokens:
+        rows = FileRows(args.tokens, workload.seq_len)
     with init_world(world, device_type) as ranks:
         run_on(Job(folder, profile=args.profile), config, plan, RunData(rows, None, "random"), ranks)
         peak = devices.memory(ranks.device)
     if world.rank == 0:
-        print(json.dumps(figures(folder.metrics, args.warm, workload.rows * world.world, workload.seq_len, peak)), flush=True)
+        print(json.dumps(figures(folder.metrics, args.warm, config.train.batch, workload.seq_len, peak)), flush=True)
 
 
 def figures(metrics: Path, warm: int, rows: int, seq_len: int, peak: devices.Memory) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Random tokens as a dataset, so that a measurement needs no corpus."""
+"""Rows for measurements: random tokens, which need no corpus, or a file of tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.data.batch import IGNORE
 from meshwright.data.dataset import Row
 
-__all__ = ["RandomRows"]
+__all__ = ["FileRows", "RandomRows"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,17 @@ class RandomRows:
         select[:count] = np.sort(draw.choice(self.seq_len, count, replace=False))
         chosen[:count] = labels[:count]
         return Row(inputs, chosen, self.seq_len, select=select)
+
+
+class FileRows:
+    """Rows for next-token prediction, cut one behind the other from a 1-D array of tokens in a .npy file, over and over."""
+
+    def __init__(self, path: str, seq_len: int):
+        self.seq_len = seq_len
+        self._tokens = np.load(path, mmap_mode="r")
+        self.rows = (len(self._tokens) - 1) // seq_len
+
+    def row(self, sample: int) -> Row:
+        start = sample % self.rows * self.seq_len
+        tokens = self._tokens[start : start + self.seq_len + 1].astype(np.int64)
+        return Row(tokens[:-1], tokens[1:], self.seq_len)

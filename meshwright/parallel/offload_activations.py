@@ -54,12 +54,18 @@ class Host:
 
 @dataclass
 class _Kept:
-    """A tensor that backward will want. here: its copy on the device, until that has left and from when it comes back."""
+    """A tensor that backward will want. here: its copy on the device, until that has left and from when it comes back, with
+    the same strides, which compiled code counts on. away: its elements, without the gaps that a view may have."""
 
     here: torch.Tensor | None
     device: torch.device
+    stride: tuple[int, ...]
     away: torch.Tensor
     used: bool = False
+
+    def back(self) -> torch.Tensor:
+        """Empty memory on the device."""
+        return torch.empty_strided(self.away.shape, self.stride, dtype=self.away.dtype, device=self.device)
 
 
 class _Call:
@@ -88,7 +94,7 @@ class _Call:
         away = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
         if self.host.stream is None:
             self.host.stream = devices.stream(tensor.device)
-        self._kept.append(_Kept(tensor, tensor.device, away))
+        self._kept.append(_Kept(tensor, tensor.device, tensor.stride(), away))
         devices.wait_stream(self.host.stream, None)
         with devices.use_stream(self.host.stream):
             away.copy_(tensor, non_blocking=True)
@@ -130,7 +136,7 @@ class _Call:
         if not absent:
             return
         for kept in absent:
-            kept.here = torch.empty_like(kept.away, device=kept.device, pin_memory=False)
+            kept.here = kept.back()
         devices.wait_stream(self.host.stream, None)  # their memory may have been freed, but be in use by what is queued
         with devices.use_stream(self.host.stream):
             for kept in absent:

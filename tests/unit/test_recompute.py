@@ -233,3 +233,37 @@ def test_without_a_wish_nothing_is_touched():
 def test_what_cannot_be_done_is_refused_by_name(plan, words):
     with pytest.raises(LayoutError, match=words):
         recompute_blocks(nn.Linear(2, 2), plan)
+
+
+class Halves(torch.autograd.Function):
+    """Keeps a view with gaps, as a compiled block keeps one half of a matrix, and tells how it came back."""
+
+    strides: list[tuple[int, ...]]
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x[:, :3])
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (half,) = ctx.saved_tensors
+        Halves.strides.append(half.stride())
+        return gradient * 2 + half.sum()
+
+
+def test_what_comes_back_has_the_strides_that_it_had():
+    # Red with `empty_like` of the copy on the host, which closes the gaps: compiled code asserts strides.
+    class Block(torch.nn.Module):
+        def forward(self, x):
+            return Halves.apply(x + 1)
+
+    Halves.strides = []
+    host, x = offload_activations.Host(), torch.arange(12.0).view(2, 6).requires_grad_()
+    blocks = torch.nn.Sequential(Block(), Block())  # what the first one keeps has left when the second is through
+    for block in blocks:
+        offload_activations.offload(block, host)
+    blocks(x).sum().backward()
+    assert Halves.strides == [(6, 1), (6, 1)]
+    second = 2.0 + float((2 * (x.detach() + 1) + 1)[:, :3].sum())
+    assert torch.equal(x.grad, torch.full((2, 6), 2.0 * second + float((x.detach() + 1)[:, :3].sum())))

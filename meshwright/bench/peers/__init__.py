@@ -20,12 +20,17 @@ class Peer:
 
 
 _HF = "meshwright.bench.peers.hf_trainer"
+_DEEPSPEED = "meshwright.bench.peers.deepspeed"
 _TRANSFORMERS = ("transformers", "accelerate")
 
 PEERS = {
     peer.name: peer
     for peer in (
         Peer("ddp", "meshwright.bench.peers.ddp", ("encoder-24x1024", "smoke-encoder")),
+        *(
+            Peer(f"deepspeed-{stage}", _DEEPSPEED, ("encoder-24x1024", "smoke-encoder"), ("deepspeed",), (f"--stage{stage}",))
+            for stage in (1, 2, 3)
+        ),
         Peer("hf", _HF, ("llama-1b", "bert-large", "smoke"), _TRANSFORMERS, ("--compile",)),
         Peer("hf-liger", _HF, ("llama-1b", "smoke"), (*_TRANSFORMERS, "liger_kernel"), ("--liger",)),
         Peer(

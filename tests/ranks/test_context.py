@@ -178,6 +178,30 @@ def test_evaluation_counts_each_target_once(ranks, name, plan):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def pooling() -> Case:
+    """A causal classifier, whose pooled position differs from row to row, with dropout before and in its head."""
+    case = case_of("classifier")
+    changed = {"arch": "decoder", "positions": "rope", "dropout": 0.1, "head_dropout": 0.3}
+    model = case.config.model.model_copy(update=changed)
+    return replace(case, config=case.config.model_copy(update={"model": model}), steps=2)
+
+
+def pooled(plan: Plan) -> tuple[list[float], list[float]]:
+    trace = run(pooling(), plan, layout_mesh(plan.layout), joined())
+    return trace.losses, trace.norms
+
+
+@pytest.mark.parametrize("method", ["ring", "all_to_all"])
+def test_the_last_real_position_of_a_row_may_be_on_any_rank(ranks, method):
+    # Red when a rank takes its own last position, when the gradient of the pooled state stays on the first rank, and when the
+    # head drops by the key of the first position that is here.
+    case = pooling()
+    with init_world(World(), "cpu") as single:
+        expected = run(case, alone(case.config, 8), None, single)
+    for losses, norms in ranks(4).run(pooled, plan_of(Layout(cp=4), method)):
+        assert losses == pytest.approx(expected.losses, rel=1e-12) and norms == pytest.approx(expected.norms, rel=1e-12)
+
+
 def counted(select: bool) -> list[int]:
     """Targets that are counted here, and the model's own choice of them, which must be the same."""
     size = dist.get_world_size()

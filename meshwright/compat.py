@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "flash_backward", "flash_forward", "reduce_scatter_single"]
 
 # torch 2.13 renames these two collectives and warns about the old names; older releases know the old names only
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -28,3 +28,59 @@ def reduce_scatter_single(
 ) -> dist.Work | None:
     """Reduce `input` [world * n, ...] over the ranks and leave this rank's piece in `output` [n, ...]."""
     return _scatter(output, input, op=op, group=group, async_op=async_op)
+
+
+# torch's public variable-length attention gives the log-sum-exp but has no backward that takes one which other keys went into
+def flash_forward(
+    q_THE: torch.Tensor,
+    k_UKE: torch.Tensor,
+    v_UKE: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flash attention of sequences that lie behind each other: T queries, U keys, of each sequence as int32 boundaries [N+1].
+
+    longest: at least the most queries and keys of a sequence. causal: a sequence has as many queries as keys. Returns the
+    result [T, H, E] and the log-sum-exp, fp32 [H, T] (infinite for a query without a key).
+    """
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q_THE, k_UKE, v_UKE, cu_q, cu_k, *longest, 0.0, causal, False, scale=scale
+    )
+    return out, lse
+
+
+def flash_backward(
+    grad_THE: torch.Tensor,
+    q_THE: torch.Tensor,
+    k_UKE: torch.Tensor,
+    v_UKE: torch.Tensor,
+    out_THE: torch.Tensor,
+    lse_HT: torch.Tensor,
+    cu_q: torch.Tensor,
+    cu_k: torch.Tensor,
+    longest: tuple[int, int],
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of queries, keys and values. out, lse: over all keys of a query, those of other calls too: what comes out is
+    then the part of the gradient that these keys have in it."""
+    random = torch.zeros(2, dtype=torch.uint64, device=q_THE.device)  # without dropout nothing is drawn
+    return torch.ops.aten._flash_attention_backward(
+        grad_THE,
+        q_THE,
+        k_UKE,
+        v_UKE,
+        out_THE,
+        lse_HT,
+        cu_q,
+        cu_k,
+        *longest,
+        0.0,
+        causal,
+        random,
+        torch.empty(0, device=q_THE.device),
+        scale=scale,
+    )

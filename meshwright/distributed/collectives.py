@@ -4,6 +4,7 @@
     gather              all-gather along `dim`         reduce-scatter: every rank used all of it for a part of the gradient
     gather_alike        all-gather along `dim`         own slice: every rank computed the same from it
     scatter_sum         reduce-scatter along `dim`     all-gather
+    exchange            all-to-all                     all-to-all back
     all_sum             all-reduce                     identity
     copy                identity                       all-reduce
 
@@ -22,7 +23,17 @@ import torch.distributed as dist
 
 from meshwright.compat import all_gather_single, reduce_scatter_single
 
-__all__ = ["all_sum", "copy", "gather", "gather_alike", "gather_uneven", "group_of", "register_group", "scatter_sum"]
+__all__ = [
+    "all_sum",
+    "copy",
+    "exchange",
+    "gather",
+    "gather_alike",
+    "gather_uneven",
+    "group_of",
+    "register_group",
+    "scatter_sum",
+]
 
 _groups: dict[str, dist.ProcessGroup] = {}
 
@@ -93,6 +104,17 @@ def all_sum(x: torch.Tensor, key: str) -> torch.Tensor:
     return out
 
 
+@torch.library.custom_op("meshwright::exchange", mutates_args=())
+def exchange(x: torch.Tensor, split: int, join: int, key: str) -> torch.Tensor:
+    """Block r along `split` goes to rank r; what comes is put together along `join`, in rank order:
+    [.., ranks * n, .., m, ..] -> [.., n, .., ranks * m, ..]."""
+    ways = _groups[key].size()
+    blocks = x.unflatten(split, (ways, -1)).movedim(split, 0).contiguous()
+    out = torch.empty_like(blocks)
+    dist.all_to_all_single(out, blocks, group=_groups[key])
+    return out.movedim(0, join).flatten(join, join + 1).contiguous()
+
+
 @gather.register_fake
 def _(x: torch.Tensor, dim: int, key: str) -> torch.Tensor:
     return x.new_empty(_grown(x, dim, _groups[key].size()))
@@ -106,6 +128,13 @@ def _(x: torch.Tensor, dim: int, key: str) -> torch.Tensor:
 @scatter_sum.register_fake
 def _(x: torch.Tensor, dim: int, key: str) -> torch.Tensor:
     return x.new_empty(_shrunk(x, dim, _groups[key].size()))
+
+
+@exchange.register_fake
+def _(x: torch.Tensor, split: int, join: int, key: str) -> torch.Tensor:
+    shape, ways = list(x.shape), _groups[key].size()
+    shape[split], shape[join] = shape[split] // ways, shape[join] * ways
+    return x.new_empty(shape)
 
 
 @all_sum.register_fake
@@ -134,6 +163,16 @@ gather_alike.register_autograd(
 scatter_sum.register_autograd(
     lambda ctx, grad: (gather(grad, ctx.dim, ctx.key), None, None),
     setup_context=_remember,
+)
+
+
+def _remember_dims(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.split, ctx.join, ctx.key = inputs
+
+
+exchange.register_autograd(
+    lambda ctx, grad: (exchange(grad, ctx.join, ctx.split, ctx.key), None, None, None),
+    setup_context=_remember_dims,
 )
 all_sum.register_autograd(lambda ctx, grad: (grad, None))
 

@@ -13,10 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.errors import Finding, LayoutError
 from meshwright.spec.layout import Layout
 
-__all__ = ["DATA_AXES", "AxisGroups", "build_mesh", "coordinate", "data_rank", "subgroup"]
+__all__ = ["DATA_AXES", "SHARD_AXES", "SUMMED_AXES", "AxisGroups", "build_mesh", "coordinate", "data_rank", "subgroup"]
 
 DATA_AXES = ("dp_replicate", "dp_shard")
 """The axes along which ranks see different samples, outermost first."""
+SUMMED_AXES = (*DATA_AXES, "cp")
+"""The axes along which ranks see different samples, or different positions of them: gradients are summed over all of these."""
+SHARD_AXES = ("dp_shard", "cp")
+"""The axes that ZeRO shards over, as one."""
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:

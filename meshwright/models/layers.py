@@ -70,6 +70,8 @@ class Attention(nn.Module):
         self.causal = causal
         self.window = config.sliding_window
         self.dropout = config.attention_dropout
+        self.attend: Callable[..., torch.Tensor] = attention
+        """Where positions are spread over ranks, one that sees all of them."""
         rows = (config.heads + 2 * kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.qkv_bias, device="meta", dtype=dtype)
         self.out = nn.Linear(config.heads * self.head_dim, config.width, bias=config.attention_bias, device="meta", dtype=dtype)
@@ -92,7 +94,7 @@ class Attention(nn.Module):
             q_BSKGE, k_BSK1E = self.q_norm(q_BSKGE), self.k_norm(k_BSK1E)
         if cos is not None and sin is not None:
             q_BSKGE, k_BSK1E = rotate(q_BSKGE, cos, sin), rotate(k_BSK1E, cos, sin)
-        out_BSHE = attention(
+        out_BSHE = self.attend(
             q_BSKGE.flatten(2, 3),
             k_BSK1E.flatten(2, 3),
             v_BSK1E.flatten(2, 3),

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.errors import Finding, LayoutError
 from meshwright.parallel.compile import compile_blocks
+from meshwright.parallel.context import split_positions
 from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.optimizer import FlatOptimizer
@@ -50,19 +51,22 @@ def parallelize(
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
     goes next, since it changes which block of a parameter exists here; then ties across stages, of whatever blocks those
-    are. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism is last, since it
-    moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would be trained by nobody.
+    are. Context parallelism changes no parameter, only which positions there are and how attention sees the others; its
+    exchanges are inside of blocks. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data
+    parallelism is last, since it moves the parameters into its buffers and hooks them: whatever replaced a parameter after
+    that would be trained by nobody.
     """
     _check(plan, mesh)
     stages = cut(model, plan, mesh)
     sharing = split_tensors(model, plan, mesh)
     stages.share(sharing)
+    context = split_positions(model, plan, mesh)
     recompute_blocks(model, plan)
     compile_blocks(model, plan.compile)
     axes = Axes.of(mesh, plan.layout.zero)
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
     options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
-    parameters, gradients = _data_parallel(model, plan, mesh, axes, **options)
+    parameters, gradients = _data_parallel(model, plan, axes, **options)
     return Engine(
         parameters,
         gradients,
@@ -70,22 +74,19 @@ def parallelize(
         scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
         axes=axes,
         runner=stages.runner(),
-        notes=[stages.note] if stages.note else [],
+        notes=[note for note in (stages.note, "" if context is None else context.note) if note],
         compiled=plan.compile,
     )
 
 
-def _data_parallel(
-    model: nn.Module, plan: Plan, mesh: DeviceMesh | None, axes: Axes, **options: Any
-) -> tuple[FlatParameters, Gradients]:
-    """Replicated (zero 0), or with optimizer states (1), gradients (2) and weights (3) sharded over dp_shard."""
+def _data_parallel(model: nn.Module, plan: Plan, axes: Axes, **options: Any) -> tuple[FlatParameters, Gradients]:
+    """Replicated (zero 0), or with optimizer states (1), gradients (2) and weights (3) sharded over dp_shard and cp."""
     buckets: dict[str, Any] = {"bucket_bytes": plan.bucket_mib * MIB, "overlap": plan.overlap}
     if not plan.layout.zero:
         replicated = FlatParameters(model, **options)
         return replicated, Gradients(replicated, axes.data, **buckets)
-    assert mesh is not None and axes.data is not None  # checked: dp_shard is at least 2
-    shards = mesh.get_group("dp_shard")
-    replicas = mesh.get_group("dp_replicate") if plan.layout.dp_replicate > 1 else None
+    shards, replicas = axes.shards, axes.replicas
+    assert shards is not None and axes.data is not None  # checked: there are at least two to shard over
     if plan.layout.zero == 3:
         gathered = GatheredParameters(model, shards, once=plan.gather == "once", **buckets, **options)
         return gathered, GatheredGradients(gathered, axes.data, replicas, **buckets)

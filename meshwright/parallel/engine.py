@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.distributed.mesh import DATA_AXES, AxisGroups
+from meshwright.distributed.mesh import SHARD_AXES, SUMMED_AXES, AxisGroups
 from meshwright.distributed.piece import Piece
 from meshwright.parallel.buffers import Run
 from meshwright.parallel.compile import compile_errors
@@ -33,10 +33,12 @@ __all__ = ["Axes", "Engine", "StepInfo"]
 class Axes:
     """Process groups by what their ranks share; axes of size 1 are left out.
 
-    data: ranks that see different samples. distinct: one group an axis whose ranks hold different elements of the same
-    gradient. model: those of them whose ranks hold different parts of the model, by name: pp and tp. every: one group an
-    axis; reduced over in turn, they reach the whole world. apart: one group an axis of `data` whose ranks hold different
-    pieces of the working weights.
+    data: ranks that see different samples, or other positions of the same: each has a part of the gradient. distinct: one
+    group an axis whose ranks hold different elements of the same gradient. model: those of them whose ranks hold different
+    parts of the model, by name: pp and tp. every: one group an axis; reduced over in turn, they reach the whole world. apart:
+    one group an axis of `data` whose ranks hold different pieces of the working weights. context: those of `data` that have
+    other positions of the same samples. shards: those over which a ZeRO stage shards, dp_shard and cp as one axis. replicas:
+    those that hold the same pieces then.
     """
 
     data: dist.ProcessGroup | None = None
@@ -44,23 +46,39 @@ class Axes:
     every: tuple[dist.ProcessGroup, ...] = ()
     model: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     apart: tuple[dist.ProcessGroup, ...] = ()
+    context: dist.ProcessGroup | None = None
+    shards: dist.ProcessGroup | None = None
+    replicas: dist.ProcessGroup | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, zero: int = 0) -> Axes:
-        """zero: from 1 on, ranks along dp_shard hold different ranges of the reduced gradient; with 3, of the weights."""
+        """zero: from 1 on, ranks along dp_shard and cp hold other ranges of the reduced gradient; with 3, of the weights."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
         groups = {name: mesh.get_group(name) for name in names if mesh is not None and mesh.size(names.index(name)) > 1}
-        wide = [name for name in DATA_AXES if name in groups]
-        data = AxisGroups(mesh).over(*wide) if mesh is not None and wide else None
+
+        def over(*axes: str) -> dist.ProcessGroup | None:
+            wide = [name for name in axes if name in groups]
+            return AxisGroups(mesh).over(*wide) if mesh is not None and wide else None
+
         model = {str(name): groups[name] for name in ("pp", "tp") if name in groups}
-        shards = (groups["dp_shard"],) if zero else ()
+        shards = over(*SHARD_AXES) if zero else None
+        apart = (shards,) if shards is not None else ()
+        every = [group for name, group in groups.items() if not apart or name not in SHARD_AXES]
         return cls(
-            data=data,
-            distinct=(*shards, *model.values()),
-            every=tuple(groups.values()),
+            data=over(*SUMMED_AXES),
+            distinct=(*apart, *model.values()),
+            every=(*every, *apart),
             model=model,
-            apart=shards if zero == 3 else (),
+            apart=apart if zero == 3 else (),
+            context=groups.get("cp"),
+            shards=shards,
+            replicas=groups.get("dp_replicate") if apart else None,
         )
+
+    @property
+    def same_rows(self) -> tuple[dist.ProcessGroup, ...]:
+        """One group an axis whose ranks see the same samples."""
+        return (*self.model.values(), *((self.context,) if self.context is not None else ()))
 
     @property
     def alike(self) -> tuple[dist.ProcessGroup, ...]:

@@ -245,6 +245,8 @@ class _Step:
         except _Reached as reached:
             rows, positions = reached.output.shape
             model: Any = self.runner.model
+            if getattr(model, "context", None) is not None:
+                positions = model.context.share(positions)
             if hasattr(model, "split"):
                 here = model.split(torch.empty(1, positions, 1, device=reached.output.device))
                 positions = here.shape[1]

@@ -40,10 +40,12 @@ KEPT = frozenset(
         "torch_attn::_varlen_attn",
         "meshwright::all_sum",
         "meshwright::scatter_sum",
+        "meshwright::exchange",
+        "meshwright::ring_attention",
     }
 )
 """Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators, and
-the sums over tensor-parallel ranks behind them."""
+the sums over tensor-parallel ranks behind them and the exchanges of context-parallel ones."""
 
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:

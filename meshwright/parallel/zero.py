@@ -1,7 +1,7 @@
 """ZeRO-1 and ZeRO-2 (arXiv:1910.02054): every rank computes with whole weights, and updates one range of them.
 
-The buckets of the flat buffers are cut into as many equal pieces as `dp_shard` has ranks; rank r keeps master, moments and
-average of piece r of every bucket, and nothing of them beside it. With P trainable parameters, N = dp_shard, R =
+The buckets of the flat buffers are cut into as many equal pieces as `dp_shard` x `cp` has ranks; rank r keeps master, moments
+and average of piece r of every bucket, and nothing of them beside it. With P trainable parameters, N = dp_shard cp, R =
 dp_replicate, w bytes a weight, g = max(w, 4) bytes a summed gradient and M micro-steps, a rank holds and sends a step:
 
                       gradients held      reduce-scatter          all-reduce of the piece      all-gather of weights
@@ -109,7 +109,7 @@ class ShardedGroup(Group):
 
 
 class ShardedParameters(FlatParameters):
-    """Flat parameters of which this rank updates its pieces. group: the ranks along dp_shard.
+    """Flat parameters of which this rank updates its pieces. group: the ranks along dp_shard and cp.
 
     overlap: forward waits for new weights where it needs them, else they are waited for at once; the same bits.
     """

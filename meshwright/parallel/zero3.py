@@ -11,7 +11,7 @@ again that were gathered for backward.
                 the block behind it is finished then: its weights are released, its gradients reduced as in ZeRO-2
     the rest    is kept until backward ends, and gathered for each micro-step; embedding and head may be one tensor
 
-With P trainable parameters, E of them outside of blocks, B in the largest block, N = dp_shard, w and g as in `zero` and M
+With P trainable parameters, E of them outside of blocks, B in the largest block, N = dp_shard cp, w and g as in `zero` and M
 micro-steps a rank holds (w + g) P / N, at most w (E + 2 B) of whole weights and gradients of about two blocks, and it
 receives w (N-1)/N (2 P - E - L) M of weights, L of them in the last block, which is kept for backward (2 P - E in a pipeline,
 whose backward comes later; "once": w (N-1)/N P, as ZeRO-1), and sends g (N-1)/N P M of gradients.

@@ -47,7 +47,7 @@ def state_bytes(
     gather: str = "twice",
     offload: str = "none",
 ) -> StateBytes:
-    """With P parameters of w bytes (bf16 and fp16 2, fp32 4, fp64 8), g = max(w, 4), N = dp_shard, k tensors of optimizer
+    """With P parameters of w bytes (bf16 and fp16 2, fp32 4, fp64 8), g = max(w, 4), N = dp_shard cp, k tensors of optimizer
     state (moments, average where kept, masters where w < g), E parameters outside of the blocks and B in the largest block:
 
                     weights   gradients                  optimizer     gathered
@@ -65,7 +65,7 @@ def state_bytes(
     weight = WEIGHT_BYTES[precision]
     wide = max(weight, 4)
     kept = moments + ema + (weight < wide or offload == "optimizer")
-    shards = layout.dp_shard if layout.zero else 1
+    shards = layout.shards if layout.zero else 1
     unit = min(parameters, outside + 2 * block)
     staging = {
         2: min(BUCKETS_IN_FLIGHT * max(bucket_bytes, wide * largest), wide * parameters),

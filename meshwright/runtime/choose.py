@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.config.schema import Config
 from meshwright.errors import Finding, LayoutError
 from meshwright.plan.memory import WEIGHT_BYTES, state_bytes
+from meshwright.spec.context import resolved
 from meshwright.spec.counts import parameter_count, rank_parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.pipeline import alive, pipeline_actions
@@ -56,6 +57,7 @@ def choose_plan(
         plan, reason = replace(base, layout=Layout(dp_replicate=world)), layout_name(Layout(dp_replicate=world))
     else:
         plan, reason = _first_that_fits(base, config, world, local or world, device_bytes, task)
+    plan = replace(plan, context=resolved(plan, config.model))
     if "micro_batch" in given:  # more than a rank's rows would be padding
         return replace(plan, micro_batch=min(given["micro_batch"], -(-config.train.batch // plan.layout.dp)), reason=reason)
     micro, why = _micro_batch(plan, config, device_bytes, task)
@@ -91,10 +93,11 @@ def bucket_mib(parameters: int, precision: str) -> int:
 
 def layout_name(layout: Layout) -> str:
     """`ZeRO-1 over 4 devices x tensor 2`."""
-    sharded = f"ZeRO-{layout.zero} over {layout.dp_shard}" + (f" x {layout.dp_replicate} replicas" * (layout.dp_replicate > 1))
+    sharded = f"ZeRO-{layout.zero} over {layout.shards}" + (f" x {layout.dp_replicate} replicas" * (layout.dp_replicate > 1))
     name = sharded if layout.zero else f"data parallel over {layout.dp}"
     name += f" device{'s' * (layout.world > 1)}" if layout.world == layout.dp else ""
-    return name + f" x tensor {layout.tp}" * (layout.tp > 1) + f" x pipeline {layout.pp}" * (layout.pp > 1)
+    rest = (("context", layout.cp), ("tensor", layout.tp), ("pipeline", layout.pp))
+    return name + "".join(f" x {what} {size}" for what, size in rest if size > 1)
 
 
 def compile_mode(config: Config, device_type: str) -> str:
@@ -110,7 +113,7 @@ def _micro_batch(plan: Plan, config: Config, device_bytes: int | None, task: str
     if config.train.micro_batch:
         most, why = config.train.micro_batch, "train.micro_batch"
     elif device_bytes is None:
-        most = max(1, min(rows, CPU_TOKENS // config.data.seq_len))
+        most = max(1, min(rows, CPU_TOKENS * plan.layout.cp // config.data.seq_len))
         why = f"at most {CPU_TOKENS} tokens a micro-batch on CPU"
     else:
         most = next(m for m in range(rows, 0, -1) if m == 1 or _fits(plan, config, m, task, device_bytes))
@@ -125,7 +128,7 @@ def _micro_batch(plan: Plan, config: Config, device_bytes: int | None, task: str
 
 def layouts(world: int, local: int) -> Iterator[Layout]:
     """In the order in which they are tried, what sends the least first: ZeRO-1, 2, 3 over all devices, tensor parallelism
-    inside a host beside ZeRO, pipeline stages across hosts beside both.
+    inside a host beside ZeRO, pipeline stages across hosts beside both, and context parallelism for rows too long for all that.
 
     ZeRO-1 sends what plain data parallelism sends, updates a share of the weights on each device, and was 1% faster on two
     (docs/performance.md).
@@ -141,6 +144,10 @@ def layouts(world: int, local: int) -> Iterator[Layout]:
         for tp in [*reversed(inside), 1]:
             if world % (pp * tp) == 0:
                 yield from _beside(world, tp=tp, pp=pp)
+    for cp in (2, 4, 8, 16, 32, 64):
+        for tp in [*reversed(inside), 1]:
+            if world % (cp * tp) == 0:
+                yield Layout(dp_shard=world // (cp * tp), cp=cp, tp=tp, zero=3)
 
 
 def _beside(world: int, *, tp: int, pp: int = 1) -> Iterator[Layout]:
@@ -153,16 +160,17 @@ def _beside(world: int, *, tp: int, pp: int = 1) -> Iterator[Layout]:
 
 def _first_that_fits(base: Plan, config: Config, world: int, local: int, device_bytes: int, task: str) -> tuple[Plan, str]:
     told: list[str] = []
+    length = config.data.seq_len
     for layout in layouts(world, local):
-        plan = replace(base, layout=layout, sequence_parallel=layout.tp == 1 or config.data.seq_len % layout.tp == 0)
-        if refused_for(plan, config.model, task, config.data.seq_len):
+        plan = replace(base, layout=layout, sequence_parallel=layout.tp == 1 or length // layout.cp % layout.tp == 0)
+        if refused_for(plan, config.model, task, length):
             continue
         if _fits(plan, config, 1, task, device_bytes):
             share = f"{SAFE_SHARE:.0%} of {device_bytes / GIB:.1f} may be used"
             because = f" ({', '.join(told[-3:])}, {share})" if told else ""
             return plan, layout_name(layout) + because
         told.append(f"{_short(layout)} needs about {memory_bytes(config, 1, task, plan) / GIB:.1f} GiB")
-    what = f"one row of {config.data.seq_len} tokens does not fit {device_bytes / GIB:.1f} GiB a device: {', '.join(told)}"
+    what = f"one row of {length} tokens does not fit {device_bytes / GIB:.1f} GiB a device: {', '.join(told)}"
     fix = "Shorten data.seq_len, choose a smaller model, or start more devices" + ("" if world > 1 else " (ZeRO)")
     raise LayoutError(findings=[Finding("plan.micro_batch", what, fix)])
 
@@ -170,6 +178,7 @@ def _first_that_fits(base: Plan, config: Config, world: int, local: int, device_
 def _short(layout: Layout) -> str:
     return (
         (f"ZeRO-{layout.zero}" if layout.zero else "data parallel" if layout.world == layout.dp else "")
+        + f" cp {layout.cp}" * (layout.cp > 1)
         + f" tp {layout.tp}" * (layout.tp > 1)
         + f" pp {layout.pp}" * (layout.pp > 1)
     ).strip()
@@ -192,8 +201,9 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         full         -                            e width         -
 
     Tensor ranks share the first column, under sequence parallelism the second too; the third is whole on each. A stage of a
-    pipeline keeps those of as many micro-batches as are under way. Recompute has one whole layer beside them. And 8 bytes a
-    logit for one chunk of the head. Activations in host memory are not taken off.
+    pipeline keeps those of as many micro-batches as are under way. Context-parallel ranks have 1/cp of the tokens. Recompute
+    has one whole layer beside them. And 8 bytes a logit for one chunk of the head. Activations in host memory are not taken
+    off.
     """
     model, optimizer, layout = config.model, config.train.optimizer, plan.layout
     e, tp = WEIGHT_BYTES[config.precision], plan.layout.tp
@@ -225,7 +235,7 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         return inside / tp + between / (tp if plan.sequence_parallel else 1) + inputs
 
     kept = (layer(plan.recompute) + (plan.recompute_every - 1) * layer("none")) / plan.recompute_every
-    tokens = micro_batch * config.data.seq_len
+    tokens = micro_batch * config.data.seq_len // layout.cp
     under_way = _under_way(plan, -(-config.train.batch // (layout.dp * micro_batch)))
     layers = model.layers / layout.pp * under_way * kept + (layer("none") if plan.recompute != "none" else 0)
     head = 8 * (model.vocab or 0) * min(tokens, 8192) / tp

@@ -11,7 +11,7 @@ __all__ = ["Layout"]
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes, outermost first, and the ZeRO stage that runs on `dp_shard`.
+    """Sizes of the mesh axes, outermost first, and the ZeRO stage that runs on `dp_shard` and `cp` together.
 
     `ep` is borrowed from the data axes (experts live on data ranks), so it is not a factor of the world size.
     """
@@ -45,6 +45,11 @@ class Layout:
     def dp(self) -> int:
         """Ranks that see different samples."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def shards(self) -> int:
+        """Ranks that a ZeRO stage shards over: those along cp have the same weights too, and part of the same gradient."""
+        return self.dp_shard * self.cp
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:

@@ -19,6 +19,7 @@ _CHOICES = {
     "recompute": ("none", "selective", "full"),
     "offload": ("none", "optimizer", "parameters"),
     "gather": ("once", "twice"),
+    "context": ("auto", "ring", "all_to_all"),
 }
 
 
@@ -33,6 +34,8 @@ class Plan:
     sequence_parallel: between the matrices of tensor-parallel layers a rank holds its share of the positions, not all.
     gather: ZeRO-3 gathers the weights of a block for forward and again for backward ("twice"), or keeps them from the first
     forward of a step to its last backward ("once").
+    context: how attention sees the positions of the other context-parallel ranks: keys and values go round ("ring"), or each
+    rank gets all positions of a part of the heads ("all_to_all"); "auto": the latter where heads divide.
     schedule: order of the micro-batches in a pipeline. chunks: pipeline stages on a rank (interleaved, zbv). split: layers
     of each pipeline stage, in the order of the model; empty: balanced.
     recompute: what backward computes again instead of keeping: nothing, all but the outputs of matrix products and
@@ -48,6 +51,7 @@ class Plan:
     bucket_mib: int = 32
     sequence_parallel: bool = True
     gather: str = "twice"
+    context: str = "auto"
     schedule: str = "1f1b"
     chunks: int = 1
     split: tuple[int, ...] = ()
@@ -83,9 +87,11 @@ class Plan:
     def described(self) -> list[str]:
         """What it does beside data parallelism, in words, then precision, dtype of reductions, and compilation."""
         layout = self.layout
+        ways = {"auto": "by its heads", "ring": "ring", "all_to_all": "all-to-all"}
         said = [
-            f"ZeRO-{layout.zero} over {layout.dp_shard}" if layout.zero else "",
+            f"ZeRO-{layout.zero} over {layout.shards}" if layout.zero else "",
             f"tensor {layout.tp}" + (" with sequence parallelism" if self.sequence_parallel else "") if layout.tp > 1 else "",
+            f"context {layout.cp} ({ways[self.context]})" if layout.cp > 1 else "",
             f"pipeline {layout.pp} x {self.chunks} ({self.schedule})" if layout.pp > 1 else "",
             f"recompute {self.recompute}" if self.recompute != "none" else "",
             "activations in host memory" if self.offload_activations else "",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import Finding
+from meshwright.spec.context import context_findings
 from meshwright.spec.model_rules import ARCHITECTURES
 from meshwright.spec.plan import Plan
 from meshwright.spec.sharding import tensor_findings
@@ -30,12 +31,11 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("layout.cp", lambda plan: plan.layout.cp > 1, "context parallelism is not available", "Use cp: 1"),
     Refusal("layout.ep", lambda plan: plan.layout.ep > 1, "expert parallelism is not available", "Use ep: 1"),
     Refusal(
         "layout.zero",
-        lambda plan: plan.layout.zero > 0 and plan.layout.dp_shard == 1,
-        "there is nothing to shard over with dp_shard: 1",
+        lambda plan: plan.layout.zero > 0 and plan.layout.shards == 1,
+        "there is nothing to shard over with dp_shard: 1 and cp: 1",
         "Use zero: 0, or dp_shard for the devices",
     ),
     Refusal(
@@ -49,6 +49,12 @@ REFUSALS = (
         lambda plan: plan.gather == "once" and plan.layout.zero != 3,
         "only zero: 3 gathers weights for a block",
         "Leave it out, or use zero: 3",
+    ),
+    Refusal(
+        "context",
+        lambda plan: plan.context != "auto" and plan.layout.cp == 1,
+        "there are no ranks to spread the positions of a row over with cp: 1",
+        "Leave it out, or use cp for the devices",
     ),
     Refusal(
         "sequence_parallel",
@@ -120,14 +126,16 @@ def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list
     """The same, and everything for which it cannot run with this model on rows of `seq_len` tokens."""
     found = refused(plan)
     layout = plan.layout
-    if layout.pp * layout.tp > 1 and model.arch not in ARCHITECTURES:
-        what = f"tp {layout.tp}, pp {layout.pp}, but nothing says how the parameters of {model.arch!r} are split"
-        return [*found, Finding("plan.layout", what, "Use tp: 1 and pp: 1 for models of your own")]
+    if layout.pp * layout.tp * layout.cp > 1 and model.arch not in ARCHITECTURES:
+        sizes = f"tp {layout.tp}, pp {layout.pp}, cp {layout.cp}"
+        what = f"{sizes}, but nothing says how the parameters and positions of {model.arch!r} are split"
+        return [*found, Finding("plan.layout", what, "Use tp: 1, pp: 1 and cp: 1 for models of your own")]
     if layout.tp > 1:
         found += tensor_findings(model, layout.tp)
-        if plan.sequence_parallel and seq_len % layout.tp:
+        if plan.sequence_parallel and layout.cp == 1 and seq_len % layout.tp:
             what = f"true, but rows of {seq_len} tokens do not divide by tp {layout.tp}"
             found.append(Finding("plan.sequence_parallel", what, "Use sequence_parallel: false, or another data.seq_len"))
+    found += context_findings(plan, model, seq_len)
     if layout.pp > 1:
         found += check_split(plan.split, model.layers, layout.pp * plan.chunks)
     return found

@@ -11,6 +11,7 @@ from torch import nn
 from meshwright.data.batch import Batch
 from meshwright.data.loader import Loader
 from meshwright.parallel.apply import Engine
+from meshwright.parallel.context import counted_here
 from meshwright.train.objectives import Objective
 
 __all__ = ["evaluate", "sum_batches"]
@@ -23,7 +24,8 @@ def evaluate(engine: Engine, objective: Objective, loader: Loader, *, rows: int,
     """Figures of the held-out rows (see `Objective.figures`), with the averaged weights where there are any.
 
     rows: how many of them, 0 for all. Every rank must call it. Sums are fp64 and added over the data ranks; padded rows weigh
-    zero, so ragged ends are exact. Ranks that hold parts of one model all have the sums of its rows.
+    zero, so ragged ends are exact. Ranks that hold parts of one model all have the sums of its rows; of ranks that share the
+    positions of a row each adds its own targets.
     """
     with engine.averaged():
         sums = sum_batches(engine.model, objective, loader, rows=rows, device=device, engine=engine)
@@ -50,7 +52,7 @@ def sum_batches(
     while window := list(itertools.islice(batches, WINDOW)):
 
         def forward(model: nn.Module, i: int, window: list[Batch] = window) -> torch.Tensor:
-            return objective.evaluate(model, window[i].to(device))
+            return objective.evaluate(model, counted_here(model, window[i].to(device)))
 
         if engine is None:
             parts += [forward(model, i) for i in range(len(window))]

@@ -27,14 +27,14 @@ NOISE_EVERY = 10
 def agree(run: Context, data: StepData) -> Agreed:
     """Sum the counts of all data ranks; any rank that was asked to stop stops all. One small reduction on the host.
 
-    Ranks that hold parts of one model have the same rows: only the first of them counts those.
+    Ranks that hold parts of one model, or other positions, have the same rows: only the first of them counts those.
     """
     model = run.config.model
     causal, window = model.arch == "decoder", model.sliding_window
     pairs = sum(pairs_of(batch, causal=causal, window=window) for batch in data.micro)
     stop = run.stop.local or run.out_of_time()
     counts = [data.targets, data.tokens, data.local_rows, pairs]
-    if not all(group.rank() == 0 for group in run.engine.axes.model.values()):
+    if not all(group.rank() == 0 for group in run.engine.axes.same_rows):
         counts = [0, 0, 0, 0.0]
     targets, tokens, rows, pairs, stops = sum_scalars([*counts, int(stop)], run.ranks.control)
     return Agreed(int(targets), int(tokens), int(rows), pairs, stops > 0)
@@ -49,7 +49,8 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
     engine, clock, config = run.engine, run.clock, run.config
     if config.model.attention_dropout:  # hidden dropout needs no generator; attention kernels draw from torch's
         torch.manual_seed(attention_seed(run))
-    engine.measure_noise = config.train.noise_scale and run.state.step % NOISE_EVERY == 0
+    apart = engine.axes.context is None  # else no rank has the gradient of its own rows
+    engine.measure_noise = config.train.noise_scale and apart and run.state.step % NOISE_EVERY == 0
     engine.zero()
     # [loss sum, square norm of this part's mean gradient]; fp64, so that sums over ranks do not round
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -108,8 +109,8 @@ def _dropout_key(run: Context, batch: Batch) -> torch.Tensor | None:
 
 def attention_seed(run: Context) -> int:
     """Seed of torch's generator for this step, another one wherever samples, heads or layers are others."""
-    model = (dist.get_rank(group) for group in run.engine.axes.model.values())
-    parts = (run.config.run.seed, run.state.step, run.data_rank, *model)
+    others = (dist.get_rank(group) for group in run.engine.axes.same_rows)
+    parts = (run.config.run.seed, run.state.step, run.data_rank, *others)
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "little")
 
 

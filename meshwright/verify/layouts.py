@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Hashable, Iterator, Sequence
@@ -22,24 +23,26 @@ CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
 
 
 def layouts(world: int) -> list[Layout]:
-    """Every way to split `world` ranks into pp x dp_replicate x dp_shard x tp, each with every ZeRO stage, that runs."""
+    """Every way to split `world` ranks into pp x dp_replicate x dp_shard x cp x tp, each with every ZeRO stage, that runs."""
     splits = [
-        (pp, replicate, shard, world // (pp * replicate * shard))
+        (pp, replicate, shard, cp, world // (pp * replicate * shard * cp))
         for pp in _divisors(world)
         for replicate in _divisors(world // pp)
         for shard in _divisors(world // (pp * replicate))
+        for cp in _divisors(world // (pp * replicate * shard))
     ]
     every = (
-        Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, tp=tp, zero=zero)
-        for pp, replicate, shard, tp in splits
+        Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, zero=zero)
+        for pp, replicate, shard, cp, tp in splits
         for zero in range(4)
     )
     return [layout for layout in every if not refused(Plan(layout))]
 
 
 def plans(world: int, base: Plan, model: ModelConfig, task: str, seq_len: int, rows: int) -> list[Plan]:
-    """Every layout of `world` ranks, with every pipeline schedule, with and without sequence parallelism, with each kind of
-    recompute, and with one and three micro-steps of `rows` rows; what cannot run this model is left out.
+    """Every layout of `world` ranks, with every pipeline schedule, with and without sequence parallelism, with both methods of
+    context parallelism, with each kind of recompute, and with one and three micro-steps of `rows` rows; what cannot run this
+    model is left out.
 
     base: everything else; its micro-batch is the largest that is used.
     """
@@ -55,15 +58,20 @@ def plans(world: int, base: Plan, model: ModelConfig, task: str, seq_len: int, r
 
 
 def _variants(layout: Layout) -> Iterator[dict]:
-    for schedule in CHUNKS if layout.pp > 1 else ("1f1b",):
-        for sequence in (True, False) if layout.tp > 1 else (True,):
-            for recompute in ("none", "selective", "full"):
-                yield {
-                    "schedule": schedule,
-                    "chunks": CHUNKS[schedule] if layout.pp > 1 else 1,
-                    "sequence_parallel": sequence,
-                    "recompute": recompute,
-                }
+    choices = itertools.product(
+        CHUNKS if layout.pp > 1 else ("1f1b",),
+        (True, False) if layout.tp > 1 else (True,),
+        ("ring", "all_to_all") if layout.cp > 1 else ("auto",),
+        ("none", "selective", "full"),
+    )
+    for schedule, sequence, context, recompute in choices:
+        yield {
+            "schedule": schedule,
+            "chunks": CHUNKS[schedule] if layout.pp > 1 else 1,
+            "sequence_parallel": sequence,
+            "context": context,
+            "recompute": recompute,
+        }
 
 
 def _divisors(number: int) -> list[int]:
@@ -73,12 +81,12 @@ def _divisors(number: int) -> list[int]:
 def factors(plan: Plan, rows: int) -> dict[str, Hashable]:
     """The choices in a plan, by name."""
     layout = plan.layout
-    sizes: dict[str, Hashable] = {name: size for name, size in layout.axes if name != "cp"}
     return {
-        **sizes,
+        **dict(layout.axes),
         "zero": layout.zero,
         "schedule": plan.schedule if layout.pp > 1 else "",
         "sequence_parallel": plan.sequence_parallel if layout.tp > 1 else "",
+        "context": plan.context if layout.cp > 1 else "",
         "recompute": plan.recompute,
         "micro_steps": plan.accumulation(rows) > 1,
     }
@@ -103,6 +111,7 @@ def describe(plan: Plan, rows: int) -> tuple[str, str]:
     where = (f"zero{layout.zero} " if layout.zero else "") + (" x ".join(parts) or "one rank")
     how = [f"{plan.schedule}{f' x {plan.chunks}' if plan.chunks > 1 else ''}"] if layout.pp > 1 else []
     how += ["sequence parallel"] if layout.tp > 1 and plan.sequence_parallel else []
+    how += [plan.context] if layout.cp > 1 else []
     steps = plan.accumulation(rows)
     how += [f"{steps} micro-steps"] if steps > 1 else []
     how += [f"{plan.recompute} recompute"] if plan.recompute != "none" else []

@@ -1,7 +1,7 @@
 """Which cells are tried: the committed covering array, and the whole product behind it.
 
 `python -m tests.parity.array` writes array.json anew, from nothing but the factors here: every strategy alone on every model,
-then the fewest cells that a greedy choice needs for every pair of values at up to 4 ranks, then ten full stacks on 8.
+then the fewest cells that a greedy choice needs for every pair of values at up to 4 ranks, then fourteen full stacks on 8.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ ALONE = ("data", "zero1", "zero2", "zero3", "hybrid1", "hybrid2", "hybrid3", "tp
 SMALL = 4
 RECOMPUTE = ("none", "selective", "full")
 COMPILE = ("off", "eager")
+CONTEXT = ("ring", "all_to_all")
 
 
 def shapes(largest: int) -> Iterator[Cell]:
-    """Every model on every layout of at most so many ranks, with each schedule and kind of tensor parallelism."""
+    """Every model on every layout of at most so many ranks, with each schedule and each kind of tensor and context
+    parallelism."""
     for model, (name, layout) in product(MODELS, LAYOUTS.items()):
         layers = MODELS[model]["model"]["layers"]
         if layout.world > largest:
@@ -37,8 +39,9 @@ def shapes(largest: int) -> Iterator[Cell]:
         for schedule in SCHEDULES if layout.pp > 1 else ("",):
             if schedule and layout.pp * CHUNKS[schedule] > layers:
                 continue
-            for sequence in (True, False) if layout.tp > 1 else (True,):
-                cell = Cell(model, name, schedule, sequence_parallel=sequence)
+            kinds = product((True, False) if layout.tp > 1 else (True,), CONTEXT if layout.cp > 1 else ("auto",))
+            for sequence, context in kinds:
+                cell = Cell(model, name, schedule, sequence_parallel=sequence, context=context)
                 if not cell.refused():
                     yield cell
 
@@ -74,6 +77,7 @@ def alone() -> list[Cell]:
         shapes = [Cell(model, layout) for layout in ALONE]
         shapes += [Cell(model, "tp", sequence_parallel=False)]
         shapes += [Cell(model, "pp", schedule) for schedule in SCHEDULES]
+        shapes += [Cell(model, "cp", context=context) for context in CONTEXT]
         for shape in shapes:
             turn = len(cells) + number  # there is an even number of strategies, so that they would fall into step
             cells.append(
@@ -90,7 +94,7 @@ def alone() -> list[Cell]:
 
 
 def stacks() -> list[Cell]:
-    """Ten full stacks on 8 ranks: every strategy, schedule and model, three micro-steps, clipped."""
+    """Fourteen full stacks on 8 ranks: every strategy, schedule and model, three micro-steps, clipped."""
     chosen = [
         Cell("decoder", "zero3-tp-pp", "1f1b"),
         Cell("tied", "zero3-tp-pp", "interleaved", recompute="full"),
@@ -102,6 +106,10 @@ def stacks() -> list[Cell]:
         Cell("dropout", "zero2-tp-pp", "zbv", sequence_parallel=False),
         Cell("gqa", "tp4-pp", "interleaved"),
         Cell("tied", "data-tp-pp", "zero_bubble", precision="fp32"),
+        Cell("tied", "zero3-cp-tp-pp", "1f1b", context="ring", recompute="selective"),
+        Cell("gqa", "zero3-cp-tp-pp", "zero_bubble", context="all_to_all", sequence_parallel=False),
+        Cell("mlm", "hybrid2-cp", context="ring", recompute="full"),
+        Cell("dropout", "zero1-cp4", context="ring"),
     ]
     return [replace(cell, accumulation=3) for cell in chosen]
 
@@ -118,6 +126,7 @@ def factors(cell: Cell) -> dict[str, Hashable]:
         "recompute": cell.recompute,
         "compile": cell.compile,
         "sequence_parallel": cell.sequence_parallel,
+        "context": cell.context,
     }
 
 

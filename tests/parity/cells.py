@@ -57,6 +57,14 @@ LAYOUTS = {
     "hybrid3-tp": Layout(dp_replicate=2, dp_shard=2, zero=3, tp=2),
     "hybrid3-pp": Layout(dp_replicate=2, dp_shard=2, zero=3, pp=2),
     "tp4-pp": Layout(tp=4, pp=2),
+    "cp": Layout(cp=2),
+    "cp4": Layout(cp=4),
+    "cp-tp": Layout(cp=2, tp=2),
+    "cp-pp": Layout(cp=2, pp=2),
+    "zero3-cp": Layout(dp_shard=2, cp=2, zero=3),
+    "hybrid2-cp": Layout(dp_replicate=2, dp_shard=2, cp=2, zero=2),
+    "zero1-cp4": Layout(dp_replicate=2, cp=4, zero=1),
+    "zero3-cp-tp-pp": Layout(cp=2, zero=3, tp=2, pp=2),
 }
 SCHEDULES = tuple(CHUNKS)
 
@@ -70,7 +78,8 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """schedule: of a pipeline, else "". sequence_parallel: true where nothing is tensor parallel."""
+    """schedule: of a pipeline, else "". sequence_parallel: true where nothing is tensor parallel. context: "auto" where rows
+    are whole."""
 
     model: str
     layout: str
@@ -81,6 +90,7 @@ class Cell:
     recompute: str = "none"
     compile: str = "off"
     sequence_parallel: bool = True
+    context: str = "auto"
 
     @property
     def world(self) -> int:
@@ -90,6 +100,7 @@ class Cell:
     def id(self) -> str:
         parts = [self.model, self.layout, self.schedule, f"x{self.accumulation}", self.precision]
         parts += ["clip" if self.clip else "", "" if self.sequence_parallel else "whole"]
+        parts += [self.context if self.context != "auto" else ""]
         parts += [self.recompute if self.recompute != "none" else "", "compiled" if self.compile != "off" else ""]
         return "-".join(filter(None, parts))
 
@@ -106,6 +117,7 @@ class Cell:
             chunks=CHUNKS[self.schedule] if self.schedule else 1,
             recompute=self.recompute,
             sequence_parallel=self.sequence_parallel,
+            context=self.context,
         )
 
     def refused(self) -> list[Finding]:

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import engine, links, norm, replicate, tensor, zero
+from meshwright.parallel import context, context_blocks, engine, links, norm, replicate, tensor, zero
 from meshwright.spec.pipeline import RECEIVE_GRADIENT
 from meshwright.verify import cases
 from tests.parity.cells import LAYOUTS, Cell
@@ -158,6 +158,63 @@ def _later_micro_steps_weigh_less() -> Any:
     return mock.patch.object(replicate.Gradients, "_arrive", halved)
 
 
+def _ring_forgets_a_block() -> Any:
+    """Keys of the last rank are seen by itself alone."""
+    real = context_blocks.Tiles.forward
+
+    def short(self: context_blocks.Tiles, k: torch.Tensor, v: torch.Tensor, source: int) -> None:
+        if source == self.rank or source < len(self.runs) - 1:
+            real(self, k, v, source)
+
+    return mock.patch.object(context_blocks.Tiles, "forward", short)
+
+
+def _no_gradient_of_other_keys() -> Any:
+    """The gradient of keys that came from another rank is lost on the way home."""
+    real = context_blocks.Tiles.backward
+
+    def lost(self: context_blocks.Tiles, k: torch.Tensor, v: torch.Tensor, source: int) -> torch.Tensor:
+        gradient = real(self, k, v, source)
+        return gradient if source == self.rank else gradient.zero_()
+
+    return mock.patch.object(context_blocks.Tiles, "backward", lost)
+
+
+def _no_gradient_of_other_positions() -> Any:
+    """All-to-all goes back with the gradients of a rank's own positions and heads only."""
+    real = context.exchange
+
+    def lost(x: torch.Tensor, split: int, join: int, key: str) -> torch.Tensor:
+        out = real(x, split, join, key)
+        return out.detach() + 0.0 * out
+
+    return mock.patch.object(context, "exchange", lost)
+
+
+def _targets_counted_by_each_context_rank() -> Any:
+    return mock.patch.object(engine.Axes, "same_rows", property(lambda axes: tuple(axes.model.values())))
+
+
+def _row_counted_by_each_context_rank() -> Any:
+    """A classified row counts on every rank that has some of its positions."""
+    real = context._Entrance.__call__
+
+    def kept(self: Any, model: Any, args: Any, given: dict[str, Any]) -> Any:
+        args, kwargs = real(self, model, args, given)
+        return args, {**kwargs, "labels": given["labels"]}
+
+    return mock.patch.object(context._Entrance, "__call__", kept)
+
+
+def _positions_of_the_run() -> Any:
+    """Angles are those of the place on the rank, not in the row."""
+
+    def local(self: context._Rope, length: int, positions: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        return self.whole(length, None, device, dtype)
+
+    return mock.patch.object(context._Rope, "__call__", local)
+
+
 def _sized(cell: Cell, **sizes: bool) -> bool:
     """Whether each axis named is wider than 1 (True), or not (False)."""
     known = LAYOUTS[cell.layout].to_dict()
@@ -193,6 +250,20 @@ FAULTS: dict[str, Fault] = {
     "a stage's gradient message is dropped": Fault(_no_gradient_message, lambda cell: cell.layout in ("pp", "zero1-pp")),
     "a rank has wrong rows": Fault(_rows_of_another_rank, lambda cell: LAYOUTS[cell.layout].dp > 1),
     "the last bucket stays": Fault(_late_bucket_forgotten, lambda cell: cell.layout == "data"),
+    "positions of ranks are not summed": Fault(_no_gradient_all_reduce, lambda cell: cell.layout in ("cp", "cp4")),
+    "the norm skips shards over positions": Fault(_norm_of_one_shard, lambda cell: cell.layout == "zero3-cp"),
+    "the ring forgets a block": Fault(
+        _ring_forgets_a_block, lambda cell: cell.context == "ring" and cell.model != "classifier"
+    ),
+    "keys of other ranks learn nothing": Fault(_no_gradient_of_other_keys, lambda cell: cell.context == "ring"),
+    "all-to-all has no way back": Fault(_no_gradient_of_other_positions, lambda cell: cell.context == "all_to_all"),
+    "targets are counted once a context rank": Fault(_targets_counted_by_each_context_rank, lambda cell: _sized(cell, cp=True)),
+    "a row is counted once a context rank": Fault(
+        _row_counted_by_each_context_rank, lambda cell: cell.model == "classifier" and _sized(cell, cp=True)
+    ),
+    "positions are those on the rank": Fault(
+        _positions_of_the_run, lambda cell: cell.model in ("decoder", "tied", "gqa") and _sized(cell, cp=True)
+    ),
     "later micro-steps weigh less": Fault(
         _later_micro_steps_weigh_less, lambda cell: cell.layout == "data" and cell.accumulation > 1
     ),

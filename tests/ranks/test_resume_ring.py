@@ -1,4 +1,4 @@
-"""Train under one layout, go on under another: a ring of twelve, and pairs.
+"""Train under one layout, go on under another: a ring of thirteen, and pairs.
 
 A hop loads what lies there, trains three steps and saves. Losses and norms must be those of one uninterrupted process, and
 what was loaded, moments included, its state at that step. Mutations tried, each red: `load_extra` left out (the moments'
@@ -56,6 +56,7 @@ RING = [
     planned(Layout(dp_shard=2, zero=3, pp=2), "gpipe"),
     planned(Layout(dp_replicate=2, dp_shard=2, zero=3)),
     planned(Layout(dp_shard=2, zero=1, tp=2), sequence_parallel=False),
+    planned(Layout(dp_shard=2, cp=2, zero=3), context="ring"),
 ]
 MODEL = "tied"
 
@@ -172,21 +173,21 @@ def test_a_run_goes_round_the_ring(ranks, tmp_path):
         go(ranks, Hop(str(tmp_path), MODEL, plan, number * HOP), len(ring))
 
 
-def test_the_ring_has_twelve_layouts_of_every_kind():
+def test_the_ring_has_thirteen_layouts_of_every_kind():
     layouts = [plan.layout for plan in RING]
-    assert len(set(layouts)) == 12 and {layout.world for layout in layouts} == {1, 2, 4, 8}
+    assert len(set(layouts)) == 13 and {layout.world for layout in layouts} == {1, 2, 4, 8}
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
     assert len({plan.schedule for plan in RING if plan.layout.pp > 1}) == 4
     assert [refused(plan) for plan in RING if refused(plan)] == []
 
 
-PAIRS = random.Random(5).sample([(a, b) for a, b in itertools.permutations(range(12), 2)], 20)
+PAIRS = random.Random(5).sample([(a, b) for a, b in itertools.permutations(range(13), 2)], 20)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """Folder of a checkpoint of three steps, by the layout that made it."""
-    return {number: str(tmp_path_factory.mktemp(f"from-{number}")) for number in range(12)}
+    return {number: str(tmp_path_factory.mktemp(f"from-{number}")) for number in range(13)}
 
 
 def pair(ranks: Pools, saved: dict[int, str], first: int, second: int) -> None:
@@ -202,7 +203,7 @@ def test_a_pair(ranks, saved, first, second):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [each for each in itertools.permutations(range(12), 2) if each not in PAIRS])
+@pytest.mark.parametrize(("first", "second"), [each for each in itertools.permutations(range(13), 2) if each not in PAIRS])
 def test_every_other_pair(ranks, saved, first, second):
     pair(ranks, saved, first, second)
 

@@ -22,3 +22,22 @@ def test_the_collectives_are_the_newest_names_and_do_not_warn():
         assert torch.equal(out, source)
         compat.reduce_scatter_single(out, 2 * source)
         assert torch.equal(out, 2 * source)
+
+
+def test_the_flash_operators_take_what_they_are_given():
+    # Run on a GPU by tests/gpu/test_context.py; here their order of arguments, which is what releases change.
+    forward, backward = torch.ops.aten._flash_attention_forward.default, torch.ops.aten._flash_attention_backward.default
+    named = [[each.name for each in operator._schema.arguments] for operator in (forward, backward)]
+    given = ["cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"]
+    assert named[0][:10] == ["query", "key", "value", *given, "return_debug_mask"] and "scale" in named[0]
+    assert named[1][:14] == ["grad_out", "query", "key", "value", "out", "logsumexp", *given, "rng_state", "unused"]
+    assert "scale" in named[1] and len(forward._schema.returns) == 5 and len(backward._schema.returns) == 3
+    q, k = (
+        torch.empty(24, 4, 16, dtype=torch.bfloat16, device="meta"),
+        torch.empty(16, 2, 16, dtype=torch.bfloat16, device="meta"),
+    )
+    cu = torch.empty(4, dtype=torch.int32, device="meta")
+    out, lse = compat.flash_forward(q, k, k, cu, cu, (12, 8), False, 1.0)
+    assert out.shape == q.shape and lse.shape == (4, 24) and lse.dtype == torch.float32
+    gradients = compat.flash_backward(out, q, k, k, out, lse, cu, cu, (12, 8), False, 1.0)
+    assert [each.shape for each in gradients] == [q.shape, k.shape, k.shape]

@@ -27,7 +27,8 @@ def apply(layout: Layout, mesh=None):
     ("layout", "words"),
     [
         (Layout(tp=2), ["is for 2 ranks", "the mesh has 1"]),
-        (Layout(zero=2, cp=2), ["layout.zero: 2", "layout.cp: 2"]),
+        (Layout(zero=2, ep=2), ["layout.zero: 2", "layout.ep: 2"]),
+        (Layout(cp=2), ["is for 2 ranks", "the mesh has 1"]),
         (Layout(zero=1), ["layout.zero: 1, but there is nothing to shard over"]),
         (Layout(dp_shard=2), ["layout.dp_shard: 2, but nothing is sharded with zero: 0"]),
         (Layout(dp_shard=2, zero=1), ["is for 2 ranks", "the mesh has 1"]),

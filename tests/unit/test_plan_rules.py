@@ -36,6 +36,8 @@ def test_the_page_lists_exactly_what_is_refused():
         Plan(Layout(dp_replicate=2, dp_shard=4, zero=2)),
         Plan(Layout(dp_replicate=2, dp_shard=2, zero=3, tp=2, pp=2), gather="once"),
         Plan(Layout(tp=2), sequence_parallel=False),
+        Plan(Layout(cp=4)),
+        Plan(Layout(cp=2, zero=3, tp=2, pp=2), context="ring"),
         Plan(Layout(pp=2), schedule="interleaved", chunks=3, split=(1, 1, 1, 1, 1, 1)),
         Plan(Layout(pp=2), schedule="zbv", chunks=2),
         Plan(Layout(pp=2), schedule="zero_bubble", chunks=2),
@@ -47,11 +49,11 @@ def test_plans_that_run_are_not_refused(plan):
 
 
 REFUSED = {
-    "layout.cp": Plan(Layout(cp=2)),
     "layout.ep": Plan(Layout(ep=2)),
     "layout.zero": Plan(Layout(dp_replicate=2, zero=3)),
     "layout.dp_shard": Plan(Layout(dp_shard=2)),
     "gather": Plan(Layout(dp_shard=2, zero=2), gather="once"),
+    "context": Plan(context="ring"),
     "sequence_parallel": Plan(sequence_parallel=False),
     "schedule": Plan(schedule="zbv"),
     "split": Plan(split=(3, 3)),
@@ -83,8 +85,8 @@ def test_chunks_must_suit_the_schedule():
 
 
 def test_every_reason_at_once():
-    found = refused(Plan(Layout(cp=2, zero=3), split=(3, 3), chunks=2))
-    assert [finding.where for finding in found] == ["plan.layout.cp", "plan.layout.zero", "plan.split", "plan.chunks"]
+    found = refused(Plan(Layout(ep=2, zero=3), split=(3, 3), chunks=2))
+    assert [finding.where for finding in found] == ["plan.layout.ep", "plan.layout.zero", "plan.split", "plan.chunks"]
 
 
 def test_what_does_not_divide_is_named_with_the_nearest_that_does():

@@ -93,10 +93,13 @@ def test_the_rule_takes_the_first_layout_that_fits_and_says_why():
     assert "ZeRO-3 needs about" in str(caught.value) and "start more devices" in str(caught.value)
 
 
-def test_tensor_ranks_stay_inside_a_host_and_pipelines_come_last():
+def test_tensor_ranks_stay_inside_a_host_then_come_pipelines_and_at_last_context():
     # Red when tensor ranks are dealt over hosts.
-    tried = list(layouts(16, 4))
-    assert len(set(tried)) == len(tried) and all(layout.world == 16 and layout.tp <= 4 for layout in tried)
+    every = list(layouts(16, 4))
+    assert len(set(every)) == len(every) and all(layout.world == 16 and layout.tp <= 4 for layout in every)
+    assert [layout.cp > 1 for layout in every] == sorted(layout.cp > 1 for layout in every)
+    tried = [layout for layout in every if layout.cp == 1]
+    assert every[len(tried)] == Layout(dp_shard=2, cp=2, tp=4, zero=3) and every[-1] == Layout(cp=16, zero=3)
     assert [layout.pp > 1 for layout in tried] == sorted(layout.pp > 1 for layout in tried)
     assert [layout.tp * layout.pp > 1 for layout in tried] == sorted(layout.tp * layout.pp > 1 for layout in tried)
     assert next(layout for layout in tried if layout.pp > 1) == Layout(pp=2, dp_shard=2, tp=4, zero=1)
@@ -117,6 +120,19 @@ def test_the_micro_batch_fills_what_the_states_leave():
     assert memory(layout, plan.micro_batch) <= SAFE_SHARE * needs(Layout(dp_replicate=8)) * GIB
     saved = memory(Layout(dp_replicate=8)) - memory(layout)
     assert saved == pytest.approx(12 * 7 / 8 * parameter_count(config().model, "lm"))
+
+
+def test_context_ranks_share_the_states_and_the_positions():
+    # Red when states are divided by dp_shard alone, and when activations count whole rows.
+    shared, alone = Layout(dp_shard=2, cp=4, zero=3), Layout(dp_shard=8, zero=3)
+    assert state_bytes(1000, "bf16", shared) == state_bytes(1000, "bf16", alone)
+    activations = [memory(layout, 8) - memory(layout, 4) for layout in (shared, alone)]
+    assert activations[0] == pytest.approx(activations[1] / 4)
+    plan = choose_plan(
+        config(), world=8, device_type="cpu", device_bytes=None, task="lm", given={"layout": {"cp": 4, "zero": 2}}
+    )
+    assert plan.layout == Layout(dp_shard=2, cp=4, zero=2) and plan.context in ("ring", "all_to_all")
+    assert f"context 4 ({plan.context.replace('_', '-')})" in plan.described() and "ZeRO-2 over 8" in plan.described()
 
 
 def test_recompute_leaves_less_in_memory():

@@ -10,9 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.errors import Finding, LayoutError
+from meshwright.models.trunk import Trunk
+from meshwright.parallel.blocks import find_blocks
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.foreign import StudiedParameters
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
@@ -60,8 +63,10 @@ def parallelize(
     recompute_blocks(model, plan)
     compile_blocks(model, plan.compile)
     axes = Axes.of(mesh, plan.layout.zero)
+    blocks = find_blocks(model)
+    unit = stages.unit if blocks.declared else blocks.unit
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
-    options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
+    options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": unit}
     parameters, gradients = _data_parallel(model, plan, mesh, axes, **options)
     return Engine(
         parameters,
@@ -87,7 +92,11 @@ def _data_parallel(
     shards = mesh.get_group("dp_shard")
     replicas = mesh.get_group("dp_replicate") if plan.layout.dp_replicate > 1 else None
     if plan.layout.zero == 3:
-        gathered = GatheredParameters(model, shards, once=plan.gather == "once", **buckets, **options)
+        options |= {"once": plan.gather == "once", **buckets}
+        if isinstance(model, Trunk):
+            gathered = GatheredParameters(model, shards, **options)
+        else:
+            gathered = StudiedParameters(model, shards, data=axes.data, compiled=plan.compile != "off", **options)
         return gathered, GatheredGradients(gathered, axes.data, replicas, **buckets)
     sharded = ShardedParameters(model, shards, **buckets, **options)
     kind = ShardedGradients if plan.layout.zero == 1 else StreamedGradients

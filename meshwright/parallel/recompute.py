@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.layers import Layer
+from meshwright.parallel.blocks import find_blocks
 from meshwright.parallel.offload_activations import Host, offload
 from meshwright.spec.plan import Plan
 
@@ -47,17 +48,17 @@ the sums over tensor-parallel ranks behind them."""
 
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:
-    """Wraps the modules of `model.layers`, which may hold None, in place as the plan says; call it before they are compiled.
+    """Wraps the blocks of the model (`find_blocks`) in place as the plan says; call it before they are compiled.
 
     Blocks 0, n, 2n, ... are recomputed, with n = plan.recompute_every. The results are those without it, bit for bit in eager
-    execution. Raises LayoutError for a model without `layers`.
+    execution. Raises LayoutError for a model without blocks.
     """
     if plan.recompute == "none" and not plan.offload_activations:
         return
-    blocks = getattr(model, "layers", None)
-    if not isinstance(blocks, nn.ModuleList):
+    blocks = find_blocks(model).modules
+    if not blocks:
         key = "recompute" if plan.recompute != "none" else "offload_activations"
-        what = f"{getattr(plan, key)!r} is about the modules of model.layers, which this model does not have"
+        what = f"{getattr(plan, key)!r} is about the repeated blocks of a model, and this one has none"
         raise LayoutError(findings=[Finding(f"plan.{key}", what, "Leave it out")])
     host = Host()
     for number, block in enumerate(blocks):

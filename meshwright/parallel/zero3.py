@@ -36,8 +36,10 @@ from torch import nn
 from meshwright.compat import all_gather_single
 from meshwright.distributed import device as devices
 from meshwright.errors import MeshwrightError
+from meshwright.parallel.blocks import Blocks
 from meshwright.parallel.buffers import Bucket, Group, Range, Run, Slot, host_zeros
 from meshwright.parallel.flat import cut_runs
+from meshwright.parallel.lesson import Lesson, tensors_in
 from meshwright.parallel.replicate import Lane, second_gradient
 from meshwright.parallel.zero import Part, ShardedGroup, ShardedParameters, StreamedGradients
 
@@ -228,7 +230,7 @@ class GatheredParameters(ShardedParameters):
     def _after(self, block: nn.Module, output: Any) -> None:
         if self.backward():
             return
-        watched = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         walk, number = self._walk, len(self._walk.visits) - 1
         for tensor in watched:
             tensor.register_hook(lambda _: self._reached(walk, number))
@@ -314,17 +316,6 @@ class GatheredParameters(ShardedParameters):
                 assert isinstance(part, GatheredPart)
                 part.release()
                 self._ahead.discard(part)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
 
 
 class GatheredGradients(StreamedGradients):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.trunk import Trunk
+from meshwright.parallel.batch_norm import place_batch_norms
 from meshwright.parallel.blocks import find_blocks
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.foreign import StudiedParameters
+from meshwright.parallel.inputs import cast_inputs
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
@@ -43,12 +45,15 @@ def parallelize(
     device: torch.device,
     loss_scale: LossScaleConfig | None = None,
     ema: float = 0.0,
+    batch_norm: Literal["synchronised", "local"] = "synchronised",
 ) -> Engine:
     """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.
 
     model: filled, on any device; or on meta, to be filled inside `engine.masters()`. mesh: with the axes of the layout;
     None for one process without a process group. table: where the model declares ties; None: ties are what the model
-    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none.
+    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none. batch_norm: whether a BatchNorm takes its
+    statistics from the rows of all data ranks or from those of its own. A model that is not one of ours gets floating inputs in
+    the dtype of its weights.
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
@@ -60,6 +65,7 @@ def parallelize(
     stages = cut(model, plan, mesh)
     sharing = split_tensors(model, plan, mesh)
     stages.share(sharing)
+    normed = place_batch_norms(model, mesh, batch_norm == "synchronised")
     recompute_blocks(model, plan)
     compile_blocks(model, plan.compile)
     axes = Axes.of(mesh, plan.layout.zero)
@@ -67,6 +73,8 @@ def parallelize(
     unit = stages.unit if blocks.declared else blocks.unit
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
     options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": unit}
+    if not isinstance(model, Trunk):
+        cast_inputs(model, options["dtype"])
     parameters, gradients = _data_parallel(model, plan, mesh, axes, **options)
     return Engine(
         parameters,
@@ -75,7 +83,7 @@ def parallelize(
         scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
         axes=axes,
         runner=stages.runner(),
-        notes=[stages.note] if stages.note else [],
+        notes=[note for note in (stages.note, normed) if note],
         compiled=plan.compile,
     )
 

@@ -36,10 +36,9 @@ from torch import nn
 from meshwright.compat import all_gather_single
 from meshwright.distributed import device as devices
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.blocks import Blocks
 from meshwright.parallel.buffers import Bucket, Group, Range, Run, Slot, host_zeros
 from meshwright.parallel.flat import cut_runs
-from meshwright.parallel.lesson import Lesson, tensors_in
+from meshwright.parallel.lesson import tensors_in
 from meshwright.parallel.replicate import Lane, second_gradient
 from meshwright.parallel.zero import Part, ShardedGroup, ShardedParameters, StreamedGradients
 

@@ -78,6 +78,7 @@ class StudiedParameters(GatheredParameters):
             {key: self._numbers[part] for key, part in home.items()},
             parts=len(parts),
             fetch=lambda numbers: self._have([parts[number] for number in numbers]),
+            drop=lambda numbers: self._release([parts[number] for number in numbers]),
             there=lambda number: parts[number].there,
             storages=lambda: {part.whole_weights.untyped_storage().data_ptr(): n for n, part in enumerate(parts) if part.there},
             data=self._data,
@@ -108,11 +109,10 @@ class StudiedParameters(GatheredParameters):
             self._check_route(None)
             super()._leave()
             return
-        lesson.end_forward()
+        places = {block: place for place, block in enumerate(self._blocks)}
+        lesson.end_forward([places[block] for block in self._walk.visits])
         self._lesson = None
         self._route[grad] = list(self._walk.visits)
-        if lesson.divided:
-            lesson.apart |= set(self._numbers.values())
         self._keep_apart(lesson)
         super()._leave()
         if grad:

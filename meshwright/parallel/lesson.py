@@ -15,6 +15,7 @@ ranks went different ways, all weights are. A lesson costs a small message a blo
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -59,8 +60,8 @@ class Watch(TorchFunctionMode):
 
 
 class Lesson:
-    """blocks, home: blocks of a parameter and number of its part, by its id. fetch: gathers parts by number, and waits.
-    there: whether a part is there. storages: the memory of the parts that are there, with their numbers. data: the ranks that
+    """blocks, home: blocks of a parameter and number of its part, by its id. fetch, drop: gather parts by number, and wait;
+    release them. there: whether a part is there. storages: the memory of the parts that are there, with their numbers. data: the ranks that
     learn together. watched: uses are looked at; not with compiled blocks, whose inside nothing can look at.
     """
 
@@ -71,13 +72,15 @@ class Lesson:
         *,
         parts: int,
         fetch: Callable[[Iterable[int]], None],
+        drop: Callable[[Iterable[int]], None],
         there: Callable[[int], bool],
         storages: Callable[[], dict[int, int]],
         data: dist.ProcessGroup,
         device: torch.device,
         watched: bool,
     ):
-        self.home, self.fetch, self.there, self.storages = home, fetch, there, storages
+        self.home, self.there, self.storages = home, there, storages
+        self.fetch, self.drop = fetch, drop
         self.data, self.device = data, device
         self.apart: set[int] = set()
         """Parts that are to be kept with the rest."""
@@ -94,20 +97,32 @@ class Lesson:
     def want(self, parts: Iterable[int], done: bool = False) -> bool:
         """Gathers what this and other ranks need next. Collective; returns whether all ranks are done."""
         flags = torch.zeros(self._parts + 1, dtype=torch.int32)
-        flags[list(parts)] = 1
+        flags[[number for number in parts if not self.there(number)]] = 1
         flags[-1] = int(done)
         flags = flags.to(self.device)
         dist.all_reduce(flags, group=self.data)
         *counts, finished = flags.tolist()
         self.divided |= any(count not in (0, self.data.size()) for count in counts)
-        self.fetch(number for number, count in enumerate(counts) if count)
+        needed = [number for number, count in enumerate(counts) if count]
+        self.drop(number for number in needed)  # a rank that still has one must take part all the same
+        self.fetch(needed)
         return finished == self.data.size()
 
-    def end_forward(self) -> None:
-        """Collective: waits for ranks that go further."""
+    def end_forward(self, route: Sequence[int]) -> None:
+        """route: numbers of the blocks that were visited. Collective: waits for ranks that go further."""
         self.stop()
         while not self.want((), done=True):
             pass
+        digest = zlib.crc32(repr(list(route)).encode())
+        ends = torch.tensor([digest, -digest], dtype=torch.int64, device=self.device)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.data)
+        self.divided |= ends.tolist() != [digest, -digest]
+        flags = torch.tensor(int(self.divided), dtype=torch.int32, device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self.data)
+        self.divided = bool(flags)
+        if self.divided:
+            self.apart = set(range(self._parts))
+            self.drop(self.apart)  # they may have others, and are all to be gathered in one order
         self.agree()
 
     def stop(self) -> None:

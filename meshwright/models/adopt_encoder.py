@@ -201,5 +201,5 @@ def _tasks(outputs: int, vocab: int) -> Iterator[tuple[str, str]]:
 
 def _refused(module: nn.Module, findings: list[Finding]) -> LayoutError:
     name = type(module).__name__
-    where: Callable[[Finding], str] = lambda finding: f"{name}.{finding.where}" if finding.where else name  # noqa: E731
+    where: Callable[[Finding], str] = lambda finding: f"{name}.{finding.where}" if finding.where else name
     return LayoutError(findings=[Finding(where(finding), finding.what, finding.fix) for finding in findings])

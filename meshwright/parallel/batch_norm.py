@@ -1,9 +1,9 @@
 """BatchNorm over the rows of all data ranks, so that a layer normalises by what one device would see.
 
-With C channels a layer sends 2 C + 1 numbers in forward and 2 C in backward, and waits for both: mean, sum of squared deviations
-and count of every rank, joined as in Chan, Golub and LeVeque (1979), so that a mean far from 0 costs no digits; and the two
-sums in which the gradient of a row depends on the others (Ioffe and Szegedy, arXiv:1502.03167, section 3). Left to itself a
-layer normalises by the rows of one rank and one micro-batch: the result then depends on the layout.
+With C channels a layer sends 2 C + 1 numbers in forward and 2 C in backward, and waits for both: mean, sum of squared
+deviations and count of every rank, joined as in Chan, Golub and LeVeque (1979), so that a mean far from 0 costs no digits; and
+the two sums in which the gradient of a row depends on the others (Ioffe and Szegedy, arXiv:1502.03167, section 3). Left to
+itself a layer normalises by the rows of one rank and one micro-batch: the result then depends on the layout.
 
 torch.nn.SyncBatchNorm runs on GPUs only; modules keep their class, parameters and buffers here, and get another forward.
 

@@ -150,4 +150,3 @@ class StudiedParameters(GatheredParameters):
             lesson, self._late = self._late, None
             lesson.agree()
             self._keep_apart(lesson)
-

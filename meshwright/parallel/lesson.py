@@ -60,9 +60,9 @@ class Watch(TorchFunctionMode):
 
 
 class Lesson:
-    """blocks, home: blocks of a parameter and number of its part, by its id. fetch, drop: gather parts by number, and wait;
-    release them. there: whether a part is there. storages: the memory of the parts that are there, with their numbers. data: the ranks that
-    learn together. watched: uses are looked at; not with compiled blocks, whose inside nothing can look at.
+    """blocks, home: blocks of a parameter and number of its part, by its id. fetch, drop: gather parts by number, and
+    wait; release them. there: whether a part is there. storages: the memory of the parts that are there, with their numbers.
+    data: the ranks that learn together. watched: uses are looked at; not with compiled blocks, which hide them.
     """
 
     def __init__(

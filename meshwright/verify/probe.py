@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def mixes_rows(model: nn.Module, batch: Any, call: Call) -> Finding | None:
     """Whether what `call(model, batch)` gives depends on two rows of the batch together, and what in the model makes it so.
 
     Two rows are replaced by others in turn: f(a', b') - f(a', b) - f(a, b') + f(a, b) is zero for whatever is row by row, and
-    for sums and means over rows. batch: a tensor, a tuple or list (whose first entry has the inputs), a mapping, or a dataclass;
+    for sums and means over rows. batch: a tensor, a tuple or list (whose first entry has the inputs), a mapping or a dataclass;
     rows come first in its tensors. The model is run as it is, in training or evaluation, with the same random numbers each
     time, without gradients, and its buffers are what they were. None where rows do not mix, and with fewer than two of them.
 
@@ -47,7 +47,7 @@ def mixes_rows(model: nn.Module, batch: Any, call: Call) -> Finding | None:
         return _finding(model, _culprit(model, four, call))
 
 
-def _runs(model: nn.Module, batches: list[Any], call: Call) -> Iterator[Any]:
+def _runs(model: nn.Module, batches: list[Any], call: Call) -> Generator[Any, None, None]:
     """Lazily, each from the same state of buffers and generators."""
     buffers = [buffer.clone() for buffer in model.buffers()]
     for batch in batches:

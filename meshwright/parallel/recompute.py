@@ -62,6 +62,9 @@ def recompute_blocks(model: nn.Module, plan: Plan) -> None:
         key = "recompute" if plan.recompute != "none" else "offload_activations"
         what = f"{getattr(plan, key)!r} is about the repeated blocks of a model, and this one has none"
         raise LayoutError(findings=[Finding(f"plan.{key}", what, "Leave it out")])
+    config = getattr(model, "config", None)
+    if plan.recompute != "none" and getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]  # transformers': a block that runs again would lengthen its cache
     host = Host()
     for number, block in enumerate(blocks):
         if block is None:

@@ -77,7 +77,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-# Mutations, each red: queries and keys swapped; norm1 and norm2 swapped; the stacked rows taken as one run; final norm left out.
+# Mutations, each red: queries and keys swapped; norm1 and norm2 swapped; the stacked rows taken as one run; no final norm.
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_plain_encoder_becomes_ours_with_its_gradients(name: str) -> None:
     theirs = varied(**VARIANTS[name])

@@ -75,11 +75,12 @@ def _forward(module: _BatchNorm, group: dist.ProcessGroup | None, x: torch.Tenso
     tracks = module.running_mean is not None and module.running_var is not None
     follows = module.training and module.track_running_stats and tracks
     factor = _count_batch(module) if follows else 0.0
-    wide = torch.promote_types(x.dtype, torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32 if module.running_mean is None else module.running_mean.dtype)
     weight, bias = (None if p is None else p.to(wide) for p in (module.weight, module.bias))
     if group is None or not module.training:
         mean, var = (module.running_mean, module.running_var) if follows or not module.training else (None, None)
-        return F.batch_norm(x, mean, var, weight, bias, module.training or not tracks, factor, module.eps)
+        y = F.batch_norm(x.to(wide), mean, var, weight, bias, module.training or not tracks, factor, module.eps)
+        return y.to(x.dtype)  # not every device takes values and statistics of two dtypes
     y, mean, var, count = _Synchronised.apply(x, weight, bias, module.eps, group)
     if follows:
         assert module.running_mean is not None and module.running_var is not None

@@ -79,7 +79,7 @@ class StudiedParameters(GatheredParameters):
             parts=len(parts),
             fetch=lambda numbers: self._have([parts[number] for number in numbers]),
             drop=lambda numbers: self._release([parts[number] for number in numbers]),
-            there=lambda number: parts[number].there,
+            there=lambda number: parts[number].ready,
             storages=lambda: {part.whole_weights.untyped_storage().data_ptr(): n for n, part in enumerate(parts) if part.there},
             data=self._data,
             device=self.groups[0].device,

@@ -61,8 +61,8 @@ class Watch(TorchFunctionMode):
 
 class Lesson:
     """blocks, home: blocks of a parameter and number of its part, by its id. fetch, drop: gather parts by number, and
-    wait; release them. there: whether a part is there. storages: the memory of the parts that are there, with their numbers.
-    data: the ranks that learn together. watched: uses are looked at; not with compiled blocks, which hide them.
+    wait; release them. there: whether a part is, and not on its way. storages: the memory of the parts that are there, with
+    their numbers. data: the ranks that learn together. watched: uses are looked at; not with compiled blocks, which hide them.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Lesson:
 
     def _unpack(self, packed: tuple[torch.Tensor, int | None]) -> torch.Tensor:
         tensor, number = packed
-        if number is not None and not self.there(number):  # backward came by another way than the block's output
+        if number is not None and not self.there(number):  # backward came by another way than the block's output, or before it
             self.apart.add(number)
             self.fetch([number])
         return tensor

@@ -86,6 +86,11 @@ class GatheredPart(Part):
             self._work.wait()
             self._work = None
 
+    @property
+    def ready(self) -> bool:
+        """Whether the weights are there, and not on their way."""
+        return self.there and self._work is None
+
     def release(self) -> None:
         if self.there:
             self.wait()

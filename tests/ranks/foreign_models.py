@@ -260,6 +260,30 @@ def odd_loss(model: nn.Module, rows: Rows) -> torch.Tensor:
     return answer.score.sum() + answer.aux
 
 
+class Side(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.aux: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.aux = torch.tanh(self.inner(torch.sin(self.inner(x)))).square().sum(-1)
+        return x + 1.0
+
+
+class Aside(nn.Module):
+    """The outputs of its blocks have no gradient: all of it comes by what they leave behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides = nn.ModuleList(Side() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for side in self.sides:
+            x = side(x)
+        return sum(side.aux for side in self.sides).sum()
+
+
 # ---- language -------------------------------------------------------------------------------------------------------------
 
 
@@ -330,6 +354,7 @@ KINDS: dict[str, Kind] = {
     "signals": Kind(Signals, signals_rows, signals_loss, accumulates=False),
     "odd": Kind(Odd, odd_rows, odd_loss),
     "branching": Kind(functools.partial(Odd, True), odd_rows, odd_loss),
+    "aside": Kind(Aside, odd_rows, lambda model, rows: model(rows["x"])),
     "encoder": Kind(Plain, token_rows, token_loss),
     "gpt2": hugging_face("GPT2LMHeadModel", "GPT2Config", **GPT2),
     "llama": hugging_face("LlamaForCausalLM", "LlamaConfig", **GROUPED),

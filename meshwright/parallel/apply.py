@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -10,10 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.errors import Finding, LayoutError
+from meshwright.models.trunk import Trunk
+from meshwright.parallel.batch_norm import place_batch_norms
+from meshwright.parallel.blocks import find_blocks
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.context import split_positions
 from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.foreign import StudiedParameters
+from meshwright.parallel.inputs import cast_inputs
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
@@ -41,12 +46,15 @@ def parallelize(
     device: torch.device,
     loss_scale: LossScaleConfig | None = None,
     ema: float = 0.0,
+    batch_norm: Literal["synchronised", "local"] = "synchronised",
 ) -> Engine:
     """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.
 
     model: filled, on any device; or on meta, to be filled inside `engine.masters()`. mesh: with the axes of the layout;
     None for one process without a process group. table: where the model declares ties; None: ties are what the model
-    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none.
+    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none. batch_norm: whether a BatchNorm takes its
+    statistics from the rows of all data ranks or from those of its own. A model that is not one of ours gets floating inputs in
+    the dtype of its weights.
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
@@ -61,11 +69,16 @@ def parallelize(
     sharing = split_tensors(model, plan, mesh)
     stages.share(sharing)
     context = split_positions(model, plan, mesh)
+    normed = place_batch_norms(model, mesh, batch_norm == "synchronised")
     recompute_blocks(model, plan)
     compile_blocks(model, plan.compile)
     axes = Axes.of(mesh, plan.layout.zero)
+    blocks = find_blocks(model)
+    unit = stages.unit if blocks.declared else blocks.unit
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
-    options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
+    options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": unit}
+    if not isinstance(model, Trunk):
+        cast_inputs(model, options["dtype"])
     parameters, gradients = _data_parallel(model, plan, axes, **options)
     return Engine(
         parameters,
@@ -74,7 +87,7 @@ def parallelize(
         scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
         axes=axes,
         runner=stages.runner(),
-        notes=[note for note in (stages.note, "" if context is None else context.note) if note],
+        notes=[note for note in (stages.note, "" if context is None else context.note, normed) if note],
         compiled=plan.compile,
     )
 
@@ -88,7 +101,11 @@ def _data_parallel(model: nn.Module, plan: Plan, axes: Axes, **options: Any) -> 
     shards, replicas = axes.shards, axes.replicas
     assert shards is not None and axes.data is not None  # checked: there are at least two to shard over
     if plan.layout.zero == 3:
-        gathered = GatheredParameters(model, shards, once=plan.gather == "once", **buckets, **options)
+        options |= {"once": plan.gather == "once", **buckets}
+        if isinstance(model, Trunk):
+            gathered = GatheredParameters(model, shards, **options)
+        else:
+            gathered = StudiedParameters(model, shards, data=axes.data, compiled=plan.compile != "off", **options)
         return gathered, GatheredGradients(gathered, axes.data, replicas, **buckets)
     sharded = ShardedParameters(model, shards, **buckets, **options)
     kind = ShardedGradients if plan.layout.zero == 1 else StreamedGradients

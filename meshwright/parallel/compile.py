@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import Finding, LayoutError
+from meshwright.parallel.blocks import find_blocks
 
 __all__ = ["compile_blocks", "compile_errors"]
 
@@ -20,20 +21,20 @@ VARIANTS = 64
 
 
 def compile_blocks(model: nn.Module, how: str, backend: str | Callable[..., Any] | None = None) -> None:
-    """Compiles each module of `model.layers` in place; embedding and head, whose shapes vary, are left.
+    """Compiles each block of the model (`find_blocks`) in place; embedding and head, whose shapes vary, are left.
 
     how: `off`, `eager` (traced and run by aot_eager: the bits of eager execution) or `inductor`. Blocks of one class
     share their compiled code. Whole graphs and static shapes only: a silent break would cost what compilation gives.
     backend: another compiler than the one that `how` names.
-    Raises LayoutError for a model without `layers`; a block that does not compile raises it at its first call.
+    Raises LayoutError for a model without blocks; a block that does not compile raises it at its first call.
     """
     if how == "off":
         return
-    blocks = getattr(model, "layers", None)
-    if not isinstance(blocks, nn.ModuleList):
-        raise LayoutError(findings=[_finding(f"{how!r} compiles the modules of model.layers, which this model does not have")])
+    blocks = find_blocks(model).here
+    if not blocks:
+        raise LayoutError(findings=[_finding(f"{how!r} compiles the repeated blocks of a model, and this one has none")])
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, VARIANTS)
-    for block in (block for block in blocks if block is not None):  # other stages of a pipeline have the rest
+    for block in blocks:
         compiled = torch.compile(block.forward, backend=backend or _BACKENDS[how], fullgraph=True, dynamic=False)
         block.forward = _named(compiled, how)
 

@@ -234,6 +234,19 @@ class Engine:
         first = agree_least(named, self.axes.every, device)
         return None if first is None else str(first[-1])
 
+    def unused_parameters(self) -> list[str]:
+        """Names of the parameters of this rank's model that got no gradient in the step on any rank with the same weights:
+        they count as a gradient of zeros, so that AdamW decays them and their moments as one device would.
+
+        Every rank must call it, after `finish` and before `zero`; it waits for the device.
+        """
+        slots = self.parameters.slots
+        reached = torch.tensor([id(slot) in self.gradients.reached for slot in slots], dtype=torch.int32)
+        reached = reached.to(self.parameters.groups[0].device)
+        if self.axes.data is not None:
+            dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self.axes.data)
+        return [slot.name for slot, flag in zip(slots, reached.tolist(), strict=True) if not flag]
+
     def update(self, lr: float, clip: float) -> StepInfo:
         """Norm, unscale, clip to norm `clip` (0: off) and the optimizer, in one pass over the flat buffers.
 

@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.distributed import device as devices
+from meshwright.parallel.inputs import scalar_loss
 from meshwright.parallel.links import Links, Mail
 from meshwright.parallel.runner import Forward, Taken, Waiting
 from meshwright.parallel.split_backward import Deferral, Factors
@@ -275,7 +276,7 @@ class _Step:
         if last:
             self.taken(micro, output)
             if torch.is_grad_enabled():
-                self.outputs[unit] = output.loss_sum
+                self.outputs[unit] = scalar_loss(output)
             return
         self.made[Action(SEND_ACTIVATION, stage, micro)] = output.detach().contiguous()
         if torch.is_grad_enabled():

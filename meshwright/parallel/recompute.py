@@ -12,7 +12,8 @@ What is kept may wait in host memory (`offload_activations`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.layers import Layer
+from meshwright.parallel.batch_norm import batch_norms, kept_statistics
+from meshwright.parallel.blocks import find_blocks
 from meshwright.parallel.offload_activations import Host, offload
 from meshwright.spec.plan import Plan
 
@@ -49,24 +52,27 @@ the sums over tensor-parallel ranks behind them and the exchanges of context-par
 
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:
-    """Wraps the modules of `model.layers`, which may hold None, in place as the plan says; call it before they are compiled.
+    """Wraps the blocks of the model (`find_blocks`) in place as the plan says; call it before they are compiled.
 
     Blocks 0, n, 2n, ... are recomputed, with n = plan.recompute_every. The results are those without it, bit for bit in eager
-    execution. Raises LayoutError for a model without `layers`.
+    execution. Raises LayoutError for a model without blocks.
     """
     if plan.recompute == "none" and not plan.offload_activations:
         return
-    blocks = getattr(model, "layers", None)
-    if not isinstance(blocks, nn.ModuleList):
+    blocks = find_blocks(model).modules
+    if not blocks:
         key = "recompute" if plan.recompute != "none" else "offload_activations"
-        what = f"{getattr(plan, key)!r} is about the modules of model.layers, which this model does not have"
+        what = f"{getattr(plan, key)!r} is about the repeated blocks of a model, and this one has none"
         raise LayoutError(findings=[Finding(f"plan.{key}", what, "Leave it out")])
+    config = getattr(model, "config", None)
+    if plan.recompute != "none" and getattr(config, "use_cache", False):
+        config.use_cache = False  # type: ignore[union-attr]  # transformers': a block that runs again would lengthen its cache
     host = Host()
     for number, block in enumerate(blocks):
         if block is None:
             continue
         if plan.recompute != "none" and number % plan.recompute_every == 0:
-            block.forward = _recomputed(block.forward, plan.recompute, _draws(block))
+            block.forward = _recomputed(block, plan.recompute)
         if plan.offload_activations:
             offload(block, host)
 
@@ -77,15 +83,36 @@ def _draws(block: nn.Module) -> bool:
     return not isinstance(block, Layer) or getattr(block.attention, "dropout", 1.0) > 0.0
 
 
-def _recomputed(forward: Callable[..., Any], how: str, draws: bool) -> Callable[..., Any]:
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
-    if how == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+def _recomputed(block: nn.Module, how: str) -> Callable[..., Any]:
+    forward = block.forward
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": _draws(block)}
+    contexts = functools.partial(create_selective_checkpoint_contexts, _keep) if how == "selective" else _no_contexts
+    if batch_norms(block):
+        options["context_fn"] = lambda: _counting_once(block, *contexts())
+    elif how == "selective":
+        options["context_fn"] = contexts
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **kwargs, **options)
 
     return recomputed
+
+
+def _no_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), nullcontext()
+
+
+def _counting_once(
+    block: nn.Module, first: AbstractContextManager[Any], again: AbstractContextManager[Any]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a forward and of its repetition, in which running statistics stay what they are."""
+
+    @contextmanager
+    def repeated() -> Iterator[None]:
+        with kept_statistics(block), again:
+            yield
+
+    return first, repeated()
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

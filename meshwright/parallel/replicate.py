@@ -88,6 +88,8 @@ class Gradients:
             self._lanes.setdefault(bucket.chunk, Lane(bucket.chunk)).buckets.append(bucket)
         self._bucket = self._numbers()
         self._home = {id(slot.parameter): (owner, slot) for owner, slot in parameters.each()}
+        self.reached: set[int] = set()
+        """Slots, by id, that got a gradient on this rank since the step began."""
         self._work: list[dist.Work] = []
         self._scope: _Scope | None = None
         self._begun = self._split = self._settled = False
@@ -197,6 +199,7 @@ class Gradients:
             slot.parameter.grad = None
             slot.touched = False
         self.square_norms, self._partial = [], []
+        self.reached.clear()
         self._begun = self._split = False
         for lane in self._lanes.values():
             lane.scopes = lane.launched = 0
@@ -239,6 +242,7 @@ class Gradients:
 
     def _add(self, group: Group, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
         """Adds to what came before in the step, if anything did. Returns the sum."""
+        self.reached.add(id(slot))
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         view = self._view(group, slot)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 
+from meshwright.parallel.inputs import scalar_loss
+
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Engine
 
@@ -42,9 +44,10 @@ class SerialRunner:
     def train(self, engine: Engine, count: int, forward: Forward, factor: float, taken: Taken, wait: Waiting) -> None:
         for number in range(count):
             parts = forward(engine.model, number)
+            loss = scalar_loss(parts)
             taken(number, parts)
             with engine.backward_scope(last=number == count - 1):
-                (parts.loss_sum * factor).backward()
+                (loss * factor).backward()
 
     def evaluate(self, engine: Engine, count: int, forward: Forward, taken: Taken) -> None:
         for number in range(count):

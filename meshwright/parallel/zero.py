@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.compat import all_gather_single, reduce_scatter_single
+from meshwright.parallel.blocks import Blocks, find_blocks
 from meshwright.parallel.buffers import Bucket, Group, Kind, Range, Run, Slot, master_dtype
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.replicate import Gradients, Lane
@@ -176,8 +177,7 @@ class ShardedParameters(FlatParameters):
 
     def _users(self) -> tuple[list[Part], dict[nn.Module, list[Part]]]:
         """Parts with a weight that something outside of `model.layers` uses, and those of each block that have none."""
-        layers = getattr(self.model, "layers", None)
-        blocks = [block for block in layers if block is not None] if isinstance(layers, nn.ModuleList) else []
+        blocks = self._visited(find_blocks(self.model)).here
         weights = {block: {id(parameter) for parameter in block.parameters()} for block in blocks}
         within = {module for block in blocks for module in block.modules()}
         elsewhere = (module for module in self.model.modules() if module not in within)
@@ -193,6 +193,11 @@ class ShardedParameters(FlatParameters):
                 if members & weights[block]:
                     used[block].append(part)
         return shared, used
+
+    def _visited(self, blocks: Blocks) -> Blocks:
+        """Those that may wait for weights of their own. A model that does not say which its blocks are may use a weight without
+        calling its block."""
+        return blocks if blocks.declared else Blocks()
 
     def _hook_forward(self) -> None:
         for block, parts in self._blocks.items():

@@ -38,6 +38,7 @@ from meshwright.distributed import device as devices
 from meshwright.errors import MeshwrightError
 from meshwright.parallel.buffers import Bucket, Group, Range, Run, Slot, host_zeros
 from meshwright.parallel.flat import cut_runs
+from meshwright.parallel.lesson import tensors_in
 from meshwright.parallel.replicate import Lane, second_gradient
 from meshwright.parallel.zero import Part, ShardedGroup, ShardedParameters, StreamedGradients
 
@@ -84,6 +85,11 @@ class GatheredPart(Part):
         if self._work is not None:
             self._work.wait()
             self._work = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the weights are there, and not on their way."""
+        return self.there and self._work is None
 
     def release(self) -> None:
         if self.there:
@@ -228,7 +234,7 @@ class GatheredParameters(ShardedParameters):
     def _after(self, block: nn.Module, output: Any) -> None:
         if self.backward():
             return
-        watched = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         walk, number = self._walk, len(self._walk.visits) - 1
         for tensor in watched:
             tensor.register_hook(lambda _: self._reached(walk, number))
@@ -314,17 +320,6 @@ class GatheredParameters(ShardedParameters):
                 assert isinstance(part, GatheredPart)
                 part.release()
                 self._ahead.discard(part)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, tuple | list):
-        for value in output:
-            yield from _tensors(value)
 
 
 class GatheredGradients(StreamedGradients):

@@ -150,10 +150,13 @@ class VerifyCommand:
 
 def verify_on(ranks: Ranks, folder: RunFolder) -> dict[str, Any]:
     """Try the plans of a prepared folder on these ranks. Collective; every rank gets what was found."""
+    from meshwright.distributed.reduce import broadcast_json
     from meshwright.runtime.corpus import Corpus
+    from meshwright.spec.model_rules import ARCHITECTURES
     from meshwright.verify.cases import Case
     from meshwright.verify.compare import TOLERANCES
     from meshwright.verify.layouts import describe
+    from meshwright.verify.rows import rows_finding
     from meshwright.verify.run import Row, settled, verify
 
     note = json.loads((folder.path / NOTE).read_text(encoding="utf-8"))
@@ -174,6 +177,9 @@ def verify_on(ranks: Ranks, folder: RunFolder) -> dict[str, Any]:
             print(f"{done} of {len(tried)}: {words}: {row.verdict(tolerance)}", file=sys.stderr, flush=True)
 
     case = Case(config, data, config.train.steps or 1)
+    if config.model.arch not in ARCHITECTURES:
+        finding = rows_finding(case, ranks, note["micro_batch"]) if ranks.rank == 0 else None
+        notes += [text] if (text := broadcast_json(str(finding) if finding else "", ranks.control)) else []
     rows = verify(case, tried, ranks, micro_batch=note["micro_batch"], told=told)
     verdicts = [row.verdict(tolerance) for row in rows]
     found = {

@@ -226,8 +226,8 @@ def test_without_a_wish_nothing_is_touched():
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        (Plan(recompute="full"), r"plan\.recompute: 'full' is about the modules of model\.layers, which this model does not"),
-        (Plan(offload_activations=True), r"plan\.offload_activations: True is about the modules of model\.layers"),
+        (Plan(recompute="full"), r"plan\.recompute: 'full' is about the repeated blocks of a model, and this one has none"),
+        (Plan(offload_activations=True), r"plan\.offload_activations: True is about the repeated blocks of a model"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(plan, words):

@@ -1,0 +1,54 @@
+"""What goes into a module that is not ours, and what comes out of it as a loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import Finding, UserError
+
+__all__ = ["cast_inputs", "scalar_loss"]
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
+    """From now on the model's forward gets floating tensors, in tuples, lists and dictionaries too, in the dtype of its
+    weights."""
+
+    def cast(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(item, dtype) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_cast(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast(item, dtype) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        return dataclasses.replace(value, **{name: _cast(item, dtype) for name, item in values.items()})
+    return value
+
+
+def scalar_loss(parts: Any) -> torch.Tensor:
+    """`parts.loss_sum`. Raises UserError where that cannot be trained with."""
+    loss = getattr(parts, "loss_sum", None)
+    if not isinstance(loss, torch.Tensor):
+        what = f"is {type(parts).__name__}, which has no tensor `loss_sum`"
+        raise UserError(findings=[Finding("loss", what, "Return LossParts: the sum over the targets, not their mean")])
+    if loss.numel() != 1:
+        what = f"has shape {list(loss.shape)}, and backward starts from one number"
+        raise UserError(findings=[Finding("loss", what, "Sum it over the targets")])
+    if not loss.requires_grad:
+        what = "depends on no trainable parameter"
+        fix = "It may have been made under torch.no_grad(), detached, or from integers; or what it uses is frozen"
+        raise UserError(findings=[Finding("loss", what, fix)])
+    return loss

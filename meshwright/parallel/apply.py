@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.config.schema import LossScaleConfig, OptimizerConfig
+from meshwright.config.schema import LossScaleConfig, OptimizerConfig, SyncConfig
 from meshwright.errors import Finding, LayoutError
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes, Engine, StepInfo
@@ -18,12 +18,14 @@ from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.replicate import Gradients
+from meshwright.parallel.slow_links import slow_links
 from meshwright.parallel.tensor import split_tensors
 from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
 from meshwright.parallel.zero3 import GatheredGradients, GatheredParameters
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused
+from meshwright.spec.slow_links import sync_findings
 
 __all__ = ["Engine", "StepInfo", "parallelize"]
 
@@ -40,12 +42,15 @@ def parallelize(
     device: torch.device,
     loss_scale: LossScaleConfig | None = None,
     ema: float = 0.0,
+    sync: SyncConfig | None = None,
+    seed: int = 0,
 ) -> Engine:
     """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.
 
     model: filled, on any device; or on meta, to be filled inside `engine.masters()`. mesh: with the axes of the layout;
     None for one process without a process group. table: where the model declares ties; None: ties are what the model
-    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none.
+    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none. sync: what crosses the replicas, and when;
+    None: gradients, every step. seed: of what PowerSGD starts from.
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
@@ -53,7 +58,8 @@ def parallelize(
     are. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism is last, since it
     moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would be trained by nobody.
     """
-    _check(plan, mesh)
+    sync = sync or SyncConfig()
+    _check(plan, mesh, sync)
     stages = cut(model, plan, mesh)
     sharing = split_tensors(model, plan, mesh)
     stages.share(sharing)
@@ -63,15 +69,19 @@ def parallelize(
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
     options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
     parameters, gradients = _data_parallel(model, plan, mesh, axes, **options)
+    moments = FlatOptimizer(optimizer, parameters, ema)
+    scaler = LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None
+    local, note = slow_links(sync, mesh, parameters, gradients, moments, scaler, seed)
     return Engine(
         parameters,
         gradients,
-        FlatOptimizer(optimizer, parameters, ema),
-        scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
+        moments,
+        scaler=scaler,
         axes=axes,
         runner=stages.runner(),
-        notes=[stages.note] if stages.note else [],
+        notes=[each for each in (stages.note, note) if each],
         compiled=plan.compile,
+        local=local,
     )
 
 
@@ -94,8 +104,8 @@ def _data_parallel(
     return sharded, kind(sharded, axes.data, replicas, **buckets)
 
 
-def _check(plan: Plan, mesh: DeviceMesh | None) -> None:
-    findings, layout = refused(plan), plan.layout
+def _check(plan: Plan, mesh: DeviceMesh | None, sync: SyncConfig) -> None:
+    findings, layout = [*refused(plan), *sync_findings(sync, plan.layout)], plan.layout
     named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
     wrong = [key for key, size in layout.axes if named.get(key, 1) != size]

@@ -70,7 +70,8 @@ def _note(sync: SyncConfig, parameters: FlatParameters, reducer: Reducer) -> str
     elements = sum(part.master.numel() for part in parameters.ranges)
     item = master_dtype(parameters.groups[0].dtype).itemsize
     ways = reducer.group.size()
-    sent = replica_bytes(sync, ways, elements, item, reducer.matrices())
+    whole = 0 if sync.local else sum(part.master.numel() for part in parameters.ranges if part.shared)
+    sent = replica_bytes(sync, ways, elements, item, whole=whole, matrices=reducer.matrices())
     plain = replica_bytes(SyncConfig(), ways, elements, item)
     how = sync.method + ("" if sync.compress == "none" else f", {sync.compress}") + (", one round late" if sync.overlap else "")
     return f"replicas exchange {_size(sent)} a step and device ({how}); gradients every step would be {_size(plain)}"

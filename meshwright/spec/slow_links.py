@@ -27,20 +27,20 @@ def low_rank(rows: int, columns: int, rank: int) -> bool:
 
 
 def replica_bytes(
-    sync: SyncConfig, replicas: int, elements: int, item: int, matrices: Iterable[tuple[int, int]] = ()
+    sync: SyncConfig, replicas: int, elements: int, item: int, *, whole: int = 0, matrices: Iterable[tuple[int, int]] = ()
 ) -> float:
     """Bytes that a rank sends to other replicas in a step, on average over a round, by ring algorithms; scalars left out.
 
-    elements: of `item` bytes that this rank exchanges (P / N of them under ZeRO, with N = dp_shard; P without). matrices: rows
-    and columns of those among them that PowerSGD sends as low rank. With R replicas:
+    elements: of `item` bytes that this rank exchanges (P / N of them under ZeRO, with N = dp_shard; P without). whole: those
+    that bf16 leaves as they are. matrices: rows and columns of what PowerSGD sends as low rank. With R replicas:
 
         every_step          2 (R-1)/R item elements
-        bf16                2 (R-1)/R 2 elements
+        bf16                2 (R-1)/R (2 (elements - whole) + item whole)
         powersgd, rank r    2 (R-1)/R item (elements - sum n m + sum r (n + m))
         local_sgd, diloco   one of these, for what moved in a round, divided by `every`
     """
     if sync.compress == "bf16":
-        sent = 2.0 * elements
+        sent = 2.0 * (elements - whole) + item * whole
     else:
         low = sync.compress == "powersgd"
         sent = item * (elements + low * sum(sync.rank * (n + m) - n * m for n, m in matrices))

@@ -208,6 +208,8 @@ class Simulation:
         self.blocks = sorted(set(blocks)) if blocks is not None else [(n, (0,) * p.dim(), tuple(p.shape)) for n, p in names.items()]
         self.whole = set(whole or ())
         self.memory: dict[Any, Any] = {}
+        self.empty = 0
+        """Steps of a replica without a target, while another had some."""
         ways = job.layout.dp
         self.loaders = [
             Loader(self.case.data, dp_rank=rank, dp_world=ways, micro_batch=job.rows, tail="step") for rank in range(ways)
@@ -221,8 +223,15 @@ class Simulation:
         out, sync = Simulated(), self.sync
         steps = [loader.steps(0, lambda consumed: self.config.train.batch) for loader in self.loaders]
         outer = Outer(self)
-        for number in range(self.case.steps):
+        number = -1
+        """Of the steps that have a target."""
+        for _ in range(self.case.steps):
             data = [next(each) for each in steps]
+            if not sum(each.targets for each in data):
+                out.losses.append(0.0)
+                out.norms.append(0.0)
+                continue
+            number += 1
             apart = sync.local and number >= sync.warmup
             if apart and number == sync.warmup:
                 outer.start()
@@ -233,6 +242,7 @@ class Simulation:
                 total = self.sum(divided)
                 out.norms.append(self._update_all([total] * len(self.replicas)))
                 continue
+            self.empty += targets.count(0)
             own = [{n: g / t for n, g in each.items()} if t else None for each, t in zip(gradients, targets, strict=True)]
             out.norms.append(self._update_all(own))
             outer.after(number - sync.warmup + 1)

@@ -91,9 +91,9 @@ def _optimizer(config: Config) -> list[Finding]:
 
 def _sync(config: Config) -> list[Finding]:
     sync = config.train.sync
-    belongs = {key: "diloco" for key in ("outer_lr", "outer_momentum", "overlap")} if sync.method != "diloco" else {}
+    belongs = dict.fromkeys(("outer_lr", "outer_momentum", "overlap"), "diloco") if sync.method != "diloco" else {}
     if not sync.local:
-        belongs |= {key: "local_sgd and diloco" for key in ("every", "warmup")}
+        belongs |= dict.fromkeys(("every", "warmup"), "local_sgd and diloco")
     if sync.compress != "powersgd":
         belongs["rank"] = "compress: powersgd"
     default = type(sync)()

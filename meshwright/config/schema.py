@@ -182,9 +182,9 @@ class BatchRamp(Section):
 
 
 class SyncConfig(Section):
-    """How the replicas of a layout (`dp_replicate`) stay one model. All but the default computes something else than one device.
+    """How the replicas of a layout (`dp_replicate`) stay one model; within a replica (`dp_shard`, `tp`, `pp`) nothing changes.
 
-    Within a replica (`dp_shard`, `tp`, `pp`) nothing changes.
+    All but the default computes something else than one device.
     """
 
     method: Literal["every_step", "local_sgd", "diloco"] = Field(

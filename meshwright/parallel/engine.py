@@ -17,8 +17,8 @@ from meshwright.distributed.mesh import DATA_AXES, AxisGroups
 from meshwright.distributed.piece import Piece
 from meshwright.parallel.buffers import Run
 from meshwright.parallel.compile import compile_errors
-from meshwright.parallel.consistency import Copy, first_difference
 from meshwright.parallel.compress import lifted
+from meshwright.parallel.consistency import Copy, first_difference
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.local_sgd import OWN, LocalSteps
 from meshwright.parallel.norm import agree_any, agree_least, clip_coefficient, reduce_sum

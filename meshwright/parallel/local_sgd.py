@@ -1,9 +1,9 @@
 """Slow links: replicas that train apart for a round of steps and then exchange what moved (local SGD, DiLoCo).
 
-A replica is what `dp_shard`, `tp` and `pp` make up; inside it everything is as it always is. Across replicas, after `warmup` steps
-in which gradients are summed as usual, no gradient is exchanged: each replica divides its loss by the targets of its own rows,
-clips by its own norm, skips and scales its loss for itself, and keeps moments, loss scale and count of updates for itself. With
-the weights A in which a round of `every` steps begins, and W[r] at its end on replica r of R:
+A replica is what `dp_shard`, `tp` and `pp` make up; inside it everything is as it always is. Across replicas, after `warmup`
+steps in which gradients are summed as usual, no gradient is exchanged: each replica divides its loss by the targets of its own
+rows, clips by its own norm, skips and scales its loss for itself, and keeps moments, loss scale and count of updates for itself.
+With the weights A in which a round of `every` steps begins, and W[r] at its end on replica r of R:
 
     d[r] = A - W[r],   D = mean over r of d[r]
 
@@ -20,8 +20,8 @@ That a replica goes on from its own newest steps, before those of others arrive,
 (arXiv:2502.12996); there they enter the outer state, which then is another one on each replica. Here A and m are the same
 everywhere, and are what is evaluated, saved as `model/`, and exported.
 
-Each rank exchanges the pieces that it updates, so that of N shards each sends 1/N. A, m and what overlap adds (B and D) have the
-dtype and the place of the masters: 1, 2 or 4 times g P / N bytes a rank. Moments stay: they are not averaged.
+Each rank exchanges the pieces that it updates, so that of N shards each sends 1/N. A, m and what overlap adds (B and D) have
+the dtype and the place of the masters (D: of the device): 1, 2 or 4 times g P / N bytes a rank. Moments are not averaged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["OWN", "LocalSteps"]
 
 OWN = "replica/"
-"""Names in a checkpoint of what each replica has for itself begin with it; a dimension of replicas stands in front of the shape."""
+"""Begins the names, in a checkpoint, of what each replica has for itself; their shapes begin with a dimension of replicas."""
 
 Buffers = list[torch.Tensor]
 

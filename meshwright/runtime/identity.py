@@ -18,7 +18,7 @@ __all__ = ["identity", "refuse_other_replicas", "refuse_other_run", "saved_meta"
 def identity(config: Config, rows: int, tokenizer: str, stores: Sequence[str]) -> dict[str, Any]:
     """JSON values. rows: training rows an epoch. tokenizer: its fingerprint. stores: digests of the corpora's manifests."""
     data, sync = config.data, config.train.sync
-    kept = {"method": sync.method, "overlap": sync.overlap, "compress": sync.compress}
+    kept: dict[str, Any] = {"method": sync.method, "overlap": sync.overlap, "compress": sync.compress}
     kept |= {"rank": sync.rank} if sync.compress == "powersgd" else {}
     kept |= {"outer_momentum": sync.outer_momentum > 0} if sync.method == "diloco" else {}
     return {
@@ -48,8 +48,8 @@ def refuse_other_run(now: dict[str, Any], then: dict[str, Any], where: Path) -> 
 
 
 def refuse_other_replicas(config: Config, plan: Plan, meta: dict[str, Any], where: Path) -> None:
-    """A checkpoint of replicas that train apart has each one's own weights and moments, that of PowerSGD the error of each block
-    that a rank held. Raises CheckpointError for a plan that has another number of them, or other blocks."""
+    """A checkpoint of replicas that train apart has each one's own weights and moments, that of PowerSGD the error of every
+    block that a rank held. Raises CheckpointError for a plan that has another number of them, or other blocks."""
     sync, then = config.train.sync, Plan.from_dict(meta["plan"], str(where))
     findings = []
     if sync.compress == "powersgd":
@@ -58,7 +58,7 @@ def refuse_other_replicas(config: Config, plan: Plan, meta: dict[str, Any], wher
         findings = [
             Finding(
                 f"plan.{key}",
-                f"is {getattr(plan, key)}, but {where} was made with {getattr(then, key)}, and what PowerSGD keeps belongs to that",
+                f"is {getattr(plan, key)}, but {where} was made with {getattr(then, key)}, to which what PowerSGD keeps belongs",
                 "Resume with the plan of the run, or start anew in another --run.dir",
             )
             for key in changed

@@ -17,7 +17,7 @@ def sync_findings(sync: SyncConfig, layout: Layout) -> list[Finding]:
         return []
     key, value = ("method", sync.method) if sync.local else ("compress", sync.compress)
     what = f"{value}, but with dp_replicate: 1 there is one replica, and nothing to exchange"
-    fix = "Drop train.sync, or give a layout with dp_replicate, as --plan '{\"layout\": {\"dp_replicate\": 2}}'"
+    fix = 'Drop train.sync, or give a layout with dp_replicate, as --plan \'{"layout": {"dp_replicate": 2}}\''
     return [Finding(f"train.sync.{key}", what, fix)]
 
 

@@ -38,7 +38,7 @@ def agree(run: Context, data: StepData) -> Agreed:
         counts = [0, 0, 0, 0.0]
     # where replicas train apart each has a column for its own targets
     mine = run.engine.axes.replicas if run.engine.apart else None
-    columns = [0] * (0 if mine is None else mine.size())
+    columns = [0.0] * (0 if mine is None else mine.size())
     if mine is not None:
         columns[mine.rank()] = counts[0]
     targets, tokens, rows, pairs, stops, *own = sum_scalars([*counts, int(stop), *columns], run.ranks.control)

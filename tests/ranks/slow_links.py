@@ -1,4 +1,4 @@
-"""Slow-link methods on ranks, and each one's simulation in plain torch: one process, one model and one torch optimizer a replica.
+"""Slow-link methods on ranks, and the simulation of each in plain torch: one process, a model and a torch optimizer a replica.
 
 The simulation shares with the product the models, their rows and their losses, and nothing of `meshwright.parallel`.
 """
@@ -205,7 +205,9 @@ class Simulation:
         model = model.double()
         self.replicas = [Replica(self.config, copy.deepcopy(model)) for _ in range(job.layout.dp_replicate)]
         names = self.replicas[0].named
-        self.blocks = sorted(set(blocks)) if blocks is not None else [(n, (0,) * p.dim(), tuple(p.shape)) for n, p in names.items()]
+        self.blocks = (
+            sorted(set(blocks)) if blocks is not None else [(n, (0,) * p.dim(), tuple(p.shape)) for n, p in names.items()]
+        )
         self.whole = set(whole or ())
         self.memory: dict[Any, Any] = {}
         self.empty = 0

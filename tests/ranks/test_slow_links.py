@@ -58,7 +58,14 @@ METHODS = {
 }
 
 
-SELDOM = ("diloco without", "local_sgd in ZeRO-2", "diloco with tensor", "bf16 with", "low rank in ZeRO-1", "diloco in low rank")
+SELDOM = (
+    "diloco without",
+    "local_sgd in ZeRO-2",
+    "diloco with tensor",
+    "bf16 with",
+    "low rank in ZeRO-1",
+    "diloco in low rank",
+)
 """Methods that are tried again in the long tail only."""
 
 
@@ -110,7 +117,9 @@ def test_a_replica_without_a_target_updates_nothing_and_takes_part_in_the_exchan
 
 @pytest.mark.parametrize("sync", [LATE, {"compress": "bf16"}, LOW], ids=["late", "bf16", "low rank"])
 @pytest.mark.parametrize(
-    "layout", [TWO, pytest.param(Layout(dp_replicate=2, dp_shard=2, zero=2), marks=pytest.mark.slow)], ids=["replicas", "ZeRO-2"]
+    "layout",
+    [TWO, pytest.param(Layout(dp_replicate=2, dp_shard=2, zero=2), marks=pytest.mark.slow)],
+    ids=["replicas", "ZeRO-2"],
 )
 def test_overlap_of_the_plan_changes_no_bit(ranks, sync, layout):
     job = Job(sync, layout, steps=3)

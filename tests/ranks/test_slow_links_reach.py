@@ -22,7 +22,7 @@ from tests.unit.data_stores import FakeStore, Words
 
 TOKENS, KEPT, SPECIAL = 24, 0.9, 7
 BEST = -(KEPT + 0.1 / TOKENS) * math.log(KEPT + 0.1 / TOKENS) - (1 - KEPT - 0.1 / TOKENS) * math.log(0.1 / TOKENS)
-STEPS, ROUND = 50, 5
+STEPS, ROUND = 60, 5
 STATED = 0.75
 """Loss of the last five steps."""
 

@@ -10,7 +10,7 @@ __all__ = ["check"]
 
 def check(config: Config) -> list[Finding]:
     """Everything that can be known from the config alone."""
-    return [*_data(config), *_objective(config), *_batch(config), *_optimizer(config), *_precision(config)]
+    return [*_data(config), *_objective(config), *_batch(config), *_optimizer(config), *_sync(config), *_precision(config)]
 
 
 def _data(config: Config) -> list[Finding]:
@@ -87,6 +87,31 @@ def _optimizer(config: Config) -> list[Finding]:
     if optimizer.kind != "sgd" and optimizer.momentum:
         return [Finding("train.optimizer.momentum", "belongs to sgd", "Set train.optimizer.kind: sgd, or use betas")]
     return []
+
+
+def _sync(config: Config) -> list[Finding]:
+    sync = config.train.sync
+    belongs = dict.fromkeys(("outer_lr", "outer_momentum", "overlap"), "diloco") if sync.method != "diloco" else {}
+    if not sync.local:
+        belongs |= dict.fromkeys(("every", "warmup"), "local_sgd and diloco")
+    if sync.compress != "powersgd":
+        belongs["rank"] = "compress: powersgd"
+    default = type(sync)()
+    findings = [
+        Finding(f"train.sync.{key}", f"belongs to {owner}", f"Drop it, or set train.sync to use {owner}")
+        for key, owner in belongs.items()
+        if getattr(sync, key) != getattr(default, key)
+    ]
+    if sync.local and config.train.ema:
+        what = f"is {config.train.ema}, but with {sync.method} each replica would average weights of its own"
+        findings.append(Finding("train.ema", what, "Set train.ema: 0"))
+    steps = config.train.steps
+    if sync.local and steps is not None and (steps <= sync.warmup or (steps - sync.warmup) % sync.every):
+        below = sync.warmup + max(0, steps - sync.warmup) // sync.every * sync.every
+        legal = [str(count) for count in (below, below + sync.every) if count > sync.warmup]
+        what = f"{steps} is no whole number of rounds of {sync.every} steps" + f" after {sync.warmup}" * (sync.warmup > 0)
+        findings.append(Finding("train.steps", f"{what}: the last steps would never be exchanged", f"Use {' or '.join(legal)}"))
+    return findings
 
 
 def _precision(config: Config) -> list[Finding]:

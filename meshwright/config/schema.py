@@ -181,6 +181,47 @@ class BatchRamp(Section):
     samples: Count = Field(..., description="Samples over which the ramp goes from start to train.batch.")
 
 
+class SyncConfig(Section):
+    """How the replicas of a layout (`dp_replicate`) stay one model; within a replica (`dp_shard`, `tp`, `pp`) nothing changes.
+
+    All but the default computes something else than one device.
+    """
+
+    method: Literal["every_step", "local_sgd", "diloco"] = Field(
+        "every_step",
+        description="every_step: gradients are summed over the replicas; local_sgd: each trains alone for `every` steps, then "
+        "their weights are averaged; diloco: what moved is averaged and goes through an outer SGD with Nesterov momentum.",
+    )
+    every: Count = Field(20, description="local_sgd, diloco: steps a round.")
+    warmup: Natural = Field(0, description="local_sgd, diloco: first steps that sum gradients instead.")
+    outer_lr: Positive = Field(0.7, description="diloco: learning rate of the outer step.")
+    outer_momentum: Fraction = Field(0.9, description="diloco: Nesterov momentum of the outer step.")
+    overlap: bool = Field(
+        False, description="diloco: average while the next round trains, and take the outer step one round late."
+    )
+    compress: Literal["none", "bf16", "powersgd"] = Field(
+        "none",
+        description="What crosses: gradients, or what moved in a round; rounded to bf16, or as matrices of low rank.",
+    )
+    rank: Count = Field(4, description="powersgd: rank of the matrices.")
+
+    @property
+    def local(self) -> bool:
+        """Whether replicas train apart between exchanges."""
+        return self.method != "every_step"
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is what one device would compute."""
+        return not self.local and self.compress == "none"
+
+    @property
+    def buffers(self) -> int:
+        """Tensors of its own that it keeps beside each parameter."""
+        outer = 1 + (self.method == "diloco" and self.outer_momentum > 0) + 2 * self.overlap if self.local else 0
+        return outer + (self.compress == "powersgd")
+
+
 class TrainConfig(Section):
     batch: Count = Field(32, description="Global batch: rows a step over all ranks and micro-steps.")
     micro_batch: Count | None = Field(None, description="Rows a forward on one rank; default: what the plan rule finds.")
@@ -190,6 +231,7 @@ class TrainConfig(Section):
     lr_batch: Count | None = Field(None, description="Global batch that lr was tuned for; needed by linear and sqrt.")
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
+    sync: SyncConfig = SyncConfig()
     clip: NonNegative = Field(1.0, description="Largest global gradient norm; 0: off.")
     ema: Fraction = Field(0.0, description="Decay of an averaged copy of the weights; 0: none.")
     steps: Count | None = Field(
@@ -207,7 +249,7 @@ class TrainConfig(Section):
         "stop", description="A loss or norm that is not finite (outside fp16's own scaling)."
     )
     noise_scale: bool = Field(True, description="Measure the gradient noise scale and warn when the batch is far beyond it.")
-    sync_check: Natural = Field(0, description="Every N steps compare parameters across replicas; 0: never.")
+    sync_check: Natural = Field(0, description="Every N steps compare what replicas hold in common; 0: never.")
 
 
 class LossScaleConfig(Section):

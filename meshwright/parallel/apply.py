@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.config.schema import LossScaleConfig, OptimizerConfig
+from meshwright.config.schema import LossScaleConfig, OptimizerConfig, SyncConfig
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.trunk import Trunk
 from meshwright.parallel.batch_norm import place_batch_norms
@@ -24,12 +24,14 @@ from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
 from meshwright.parallel.recompute import recompute_blocks
 from meshwright.parallel.replicate import Gradients
+from meshwright.parallel.slow_links import slow_links
 from meshwright.parallel.tensor import split_tensors
 from meshwright.parallel.zero import ShardedGradients, ShardedParameters, StreamedGradients
 from meshwright.parallel.zero3 import GatheredGradients, GatheredParameters
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused
+from meshwright.spec.slow_links import sync_findings
 
 __all__ = ["Engine", "StepInfo", "parallelize"]
 
@@ -47,6 +49,8 @@ def parallelize(
     loss_scale: LossScaleConfig | None = None,
     ema: float = 0.0,
     batch_norm: Literal["synchronised", "local"] = "synchronised",
+    sync: SyncConfig | None = None,
+    seed: int = 0,
 ) -> Engine:
     """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.
 
@@ -54,7 +58,8 @@ def parallelize(
     None for one process without a process group. table: where the model declares ties; None: ties are what the model
     shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none. batch_norm: whether a BatchNorm takes its
     statistics from the rows of all data ranks or from those of its own. A model that is not one of ours gets floating inputs in
-    the dtype of its weights.
+    the dtype of its weights. sync: what crosses the replicas, and when; None: gradients, every step. seed: of what PowerSGD
+    starts from.
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
@@ -64,7 +69,8 @@ def parallelize(
     parallelism is last, since it moves the parameters into its buffers and hooks them: whatever replaced a parameter after
     that would be trained by nobody.
     """
-    _check(plan, mesh)
+    sync = sync or SyncConfig()
+    _check(plan, mesh, sync)
     stages = cut(model, plan, mesh)
     sharing = split_tensors(model, plan, mesh)
     stages.share(sharing)
@@ -80,15 +86,19 @@ def parallelize(
     if not isinstance(model, Trunk):
         cast_inputs(model, options["dtype"])
     parameters, gradients = _data_parallel(model, plan, axes, **options)
+    moments = FlatOptimizer(optimizer, parameters, ema)
+    scaler = LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None
+    local, exchanged = slow_links(sync, mesh, parameters, gradients, moments, scaler, seed)
     return Engine(
         parameters,
         gradients,
-        FlatOptimizer(optimizer, parameters, ema),
-        scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
+        moments,
+        scaler=scaler,
         axes=axes,
         runner=stages.runner(),
-        notes=[note for note in (stages.note, "" if context is None else context.note, normed) if note],
+        notes=[note for note in (stages.note, "" if context is None else context.note, normed, exchanged) if note],
         compiled=plan.compile,
+        local=local,
     )
 
 
@@ -112,8 +122,8 @@ def _data_parallel(model: nn.Module, plan: Plan, axes: Axes, **options: Any) -> 
     return sharded, kind(sharded, axes.data, replicas, **buckets)
 
 
-def _check(plan: Plan, mesh: DeviceMesh | None) -> None:
-    findings, layout = refused(plan), plan.layout
+def _check(plan: Plan, mesh: DeviceMesh | None, sync: SyncConfig) -> None:
+    findings, layout = [*refused(plan), *sync_findings(sync, plan.layout)], plan.layout
     named = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     ranks = 1 if mesh is None else mesh.size()
     wrong = [key for key, size in layout.axes if named.get(key, 1) != size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ __all__ = [
     "Bucket",
     "Group",
     "Kind",
+    "Lane",
     "Range",
     "Run",
     "Slot",
@@ -237,6 +238,29 @@ class Bucket:
     @property
     def chunk(self) -> int:
         return self.slots[0].unit[0]
+
+    def runs(self) -> Iterator[Run]:
+        """What lies in it, gaps left out."""
+        return (Run(slot, 0, slot.start - self.start, slot.size) for slot in self.slots)
+
+
+@dataclass(eq=False)
+class Lane:
+    """The buckets of one chunk, in the order in which they are reduced, and how far the step has come with them.
+
+    missing: of each bucket, what the present scope still waits for. launched: buckets whose reduction was started. scopes:
+    backwards begun (a split one counts once). done: whether the last one was begun. delivered: parameters whose gradients
+    come in scopes for weights; `learnt` once such a scope has shown all of them.
+    """
+
+    chunk: int
+    buckets: list[Bucket] = field(default_factory=list)
+    missing: list[set[int]] = field(default_factory=list)
+    launched: int = 0
+    scopes: int = 0
+    done: bool = False
+    delivered: set[int] = field(default_factory=set)
+    learnt: bool = False
 
 
 def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -17,8 +17,10 @@ from meshwright.distributed.mesh import SHARD_AXES, SUMMED_AXES, AxisGroups
 from meshwright.distributed.piece import Piece
 from meshwright.parallel.buffers import Run
 from meshwright.parallel.compile import compile_errors
+from meshwright.parallel.compress import lifted
 from meshwright.parallel.consistency import Copy, first_difference
 from meshwright.parallel.flat import FlatParameters
+from meshwright.parallel.local_sgd import OWN, LocalSteps
 from meshwright.parallel.norm import agree_any, agree_least, clip_coefficient, reduce_sum
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import LossScaler
@@ -38,7 +40,7 @@ class Axes:
     parts of the model, by name: pp and tp. every: one group an axis; reduced over in turn, they reach the whole world. apart:
     one group an axis of `data` whose ranks hold different pieces of the working weights. context: those of `data` that have
     other positions of the same samples. shards: those over which a ZeRO stage shards, dp_shard and cp as one axis. replicas:
-    those that hold the same pieces then.
+    the axis dp_replicate, whose ranks hold the same pieces of everything.
     """
 
     data: dist.ProcessGroup | None = None
@@ -72,8 +74,12 @@ class Axes:
             apart=apart if zero == 3 else (),
             context=groups.get("cp"),
             shards=shards,
-            replicas=groups.get("dp_replicate") if apart else None,
+            replicas=groups.get("dp_replicate"),
         )
+
+    def inside(self, groups: Sequence[dist.ProcessGroup]) -> tuple[dist.ProcessGroup, ...]:
+        """Those of the groups that stay in this replica."""
+        return tuple(group for group in groups if group is not self.replicas)
 
     @property
     def same_rows(self) -> tuple[dist.ProcessGroup, ...]:
@@ -114,7 +120,7 @@ class Engine:
     engine.finish(wait)
     info = engine.update(lr, clip)
 
-    runner: runs the micro-batches; None: one after another, each on the whole model.
+    runner: runs the micro-batches; None: one after another, each on the whole model. local: where replicas train apart.
     """
 
     def __init__(
@@ -128,6 +134,7 @@ class Engine:
         compiled: str = "off",
         runner: Runner | None = None,
         notes: Sequence[str] = (),
+        local: LocalSteps | None = None,
     ):
         self.parameters = parameters
         self.gradients = gradients
@@ -135,6 +142,7 @@ class Engine:
         self.scaler = scaler
         self.axes = axes
         self.runner = runner or SerialRunner()
+        self.local = local
         self.notes = tuple(notes)
         """What is done otherwise than the plan says, for the log."""
         self._compiled = compiled
@@ -149,6 +157,11 @@ class Engine:
     def loss_scale(self) -> float:
         """Factor of the next loss before backward; 1 but in fp16."""
         return self.scaler.scale if self.scaler else 1.0
+
+    @property
+    def apart(self) -> bool:
+        """Whether each replica takes the present step for itself: by the targets of its own rows, see `parallel.local_sgd`."""
+        return self.local is not None and self.local.apart
 
     @property
     def measure_noise(self) -> bool:
@@ -174,10 +187,14 @@ class Engine:
     def zero(self) -> None:
         """Forgets the gradients, and waits for new weights outside of `model.layers`, whose blocks wait for their own.
         Call it before the first micro-step."""
+        if self.local is not None:
+            self.local.begin()
         self.gradients.zero()
         self.parameters.settle_shared()
         self._norm = None
         self._carried = self.loss_scale
+        if self.gradients.compressed is not None:
+            self.gradients.compressed.reducer.scale = self._carried
 
     def run(self, count: int, forward: Forward, factor: float, taken: Taken, wait: Waiting = nullcontext) -> None:
         """Forward and backward of the step's micro-batches 0 .. count. Every rank calls it with the same count.
@@ -247,16 +264,23 @@ class Engine:
             dist.all_reduce(reached, op=dist.ReduceOp.MAX, group=self.axes.data)
         return [slot.name for slot, flag in zip(slots, reached.tolist(), strict=True) if not flag]
 
-    def update(self, lr: float, clip: float) -> StepInfo:
+    def update(self, lr: float, clip: float, empty: bool = False) -> StepInfo:
         """Norm, unscale, clip to norm `clip` (0: off) and the optimizer, in one pass over the flat buffers.
 
-        A norm that is not finite on any rank leaves weights, moments and averages of all ranks as they are, bit for bit,
-        and in fp16 moves the loss scale. Only fp16 waits for the device.
+        A norm that is not finite on any rank (of this replica, where they train apart) leaves weights, moments and averages of
+        all those ranks as they are, bit for bit, and in fp16 moves the loss scale. Only fp16 waits for the device. empty: this
+        replica had no target in a step that it takes for itself, and updates nothing.
         """
+        info = StepInfo(self.grad_norm(), True, self._carried) if empty else self._update(lr, clip)
+        return info if self.local is None else self.local.after(info)
+
+    def _update(self, lr: float, clip: float) -> StepInfo:
         norm, used = self.grad_norm(), self._carried
         # a copy that does not count is updated all the same
         finite = torch.isfinite(norm) & torch.isfinite(self.gradients.square(counted=False))
-        skip = agree_any(~finite, self.axes.every)
+        skip = agree_any(~finite, self.axes.inside(self.axes.every) if self.apart else self.axes.every)
+        if self.gradients.compressed is not None:
+            self.gradients.compressed.settle(skip)
         if self.scaler:
             overflow = bool(skip)
             exhausted = self.scaler.update(overflow)
@@ -267,9 +291,9 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """The model computes with the averaged weights inside; nothing changes where none are kept. Under ZeRO every rank
-        must enter and leave it."""
-        with self.optimizer.averaged():
+        """The model computes with the averaged weights inside, or with those that replicas which train apart have in common;
+        nothing changes where none are kept. Under ZeRO every rank must enter and leave it."""
+        with self.optimizer.averaged() if self.local is None else self.local.evaluated():
             yield
 
     @contextmanager
@@ -278,13 +302,18 @@ class Engine:
         and averages follow on leaving."""
         with self.parameters.masters():
             yield self.model
-        self.optimizer.restart_averages()
+        self._restart()
 
     def fill(self, values: Callable[[str, Placement], torch.Tensor]) -> None:
         """New values for every parameter (see `FlatParameters.fill`), one at a time; averages start from them. Buffers are
         left to the caller."""
         self.parameters.fill(values)
+        self._restart()
+
+    def _restart(self) -> None:
         self.optimizer.restart_averages()
+        if self.local is not None:
+            self.local.restart()
 
     @property
     def placements(self) -> dict[str, Placement]:
@@ -293,8 +322,16 @@ class Engine:
 
     def parameters_state(self) -> list[Piece]:
         """Everything that a checkpoint keeps of this rank, as live views: masters (`model/`), moments
-        (`optimizer/exp_avg/`, ...), averages (`ema/`), frozen weights and persistent buffers (`model/`)."""
+        (`optimizer/exp_avg/`, ...), averages (`ema/`), frozen weights and persistent buffers (`model/`). Where replicas train
+        apart `model/` is what they have in common, and what is a replica's own has its name behind `replica/`."""
         pieces = [piece for _, kind, run, buffer in self._held() for piece in run.pieces(kind, buffer)]
+        replicas = self.axes.replicas
+        if replicas is not None:
+            pieces = [lifted(piece, replicas) if piece.name.startswith(OWN) else piece for piece in pieces]
+        if self.local is not None:
+            pieces += self.local.pieces()
+        if self.gradients.compressed is not None:
+            pieces += self.gradients.compressed.reducer.pieces()
         whole = [(name, parameter.detach()) for name, parameter in self.parameters.frozen.items()]
         whole += [(slot.name, slot.parameter.detach()) for slot in self.parameters.slots if not slot.size]
         for name, tensor in whole:
@@ -324,6 +361,8 @@ class Engine:
         kinds = [("model", [part.master for part in self.parameters.ranges])]
         for name in self.optimizer.moments[0] if self.optimizer.moments else ():
             kinds.append((f"optimizer/{name}", [moments[name] for moments in self.optimizer.moments]))
+        if self.local is not None:
+            return self.local.kinds(kinds)
         return [*kinds, ("ema", self.optimizer.averages)] if self.optimizer.averages else kinds
 
     def _buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -331,13 +370,16 @@ class Engine:
 
     def extra_state(self) -> dict[str, Any]:
         """JSON values beside the tensors: updates made, and the loss scaler."""
-        return {"updates": self.optimizer.updates, "scaler": self.scaler.state() if self.scaler else None}
+        state = {"updates": self.optimizer.updates, "scaler": self.scaler.state() if self.scaler else None}
+        return state if self.local is None else {**state, "rounds": self.local.state()}
 
     def load_extra(self, state: dict[str, Any]) -> None:
         """Takes `extra_state`. A scaler's state is taken where this precision has one; else it starts anew."""
         self.optimizer.updates = int(state["updates"])
         if self.scaler and state.get("scaler"):
             self.scaler.load(state["scaler"])
+        if self.local is not None:
+            self.local.load(state["rounds"])
 
     def after_load(self) -> None:
         """Call it after the tensors of `parameters_state` were overwritten: working copies follow their masters."""
@@ -345,7 +387,7 @@ class Engine:
 
     def sync_check(self) -> str | None:
         """Name of the first weight, moment or average that is not bitwise the same wherever it is held, else None: on data
-        ranks, and on ranks of other parts of the model that share it or hold it too.
+        ranks, and on ranks of other parts of the model that share it or hold it too. What is a replica's own may differ.
 
         Every rank must call it. Weights by their plain name, others as in `parameters_state`.
         """
@@ -356,8 +398,11 @@ class Engine:
             for name, parameter in self.parameters.frozen.items()
         ]
         held = [self._copy(number + 1, kind, run, run.of(buffer)) for number, kind, run, buffer in self._held()]
+        own = [copy for copy in held if copy.label.startswith(OWN)]
+        common = [copy for copy in held if not copy.label.startswith(OWN)]
+        copies = self.axes.copies if self.local is None else self.axes.inside(self.axes.copies)
         return first_difference(
-            [(working, self.axes.copies), (held, self.axes.alike)],
+            [(working, copies), (own, self.axes.inside(self.axes.alike)), (common, self.axes.alike)],
             [(group, name == "pp") for name, group in self.axes.model.items()],
             self.axes.every,
             self.parameters.groups[0].device,

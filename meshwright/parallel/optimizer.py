@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from meshwright.kernels.adamw import adamw_, sgd_
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.offload_optimizer import HostStage
 
-__all__ = ["FlatOptimizer"]
+__all__ = ["FlatOptimizer", "exchanged"]
 
 _EXCHANGE = 1 << 22
 """Elements exchanged at a time: the copy in flight stays at 16 MiB in fp32."""
@@ -117,21 +117,30 @@ class FlatOptimizer:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """The model computes with the average inside, and with its weights, bit for bit, again afterwards."""
-        self._swap()
-        try:
+        with exchanged(self.parameters, self.averages):
             yield
-        finally:
-            self._swap(back=True)
 
-    def _swap(self, back: bool = False) -> None:
-        self.parameters.settle()
-        for part, average in zip(self.parameters.ranges, self.averages, strict=False):
-            if part.mixed:
-                part.working.copy_(part.master if back else average)
-            else:
-                for a, b in zip(part.master.split(_EXCHANGE), average.split(_EXCHANGE), strict=True):
-                    kept = a.clone()
-                    a.copy_(b)
-                    b.copy_(kept)
-            self.parameters.publish(part)
-        self.parameters.settle()
+
+@contextmanager
+def exchanged(parameters: FlatParameters, others: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The model computes with other masters inside, one tensor a range (or none at all: nothing changes), and with its own,
+    bit for bit, again afterwards."""
+    _swap(parameters, others)
+    try:
+        yield
+    finally:
+        _swap(parameters, others, back=True)
+
+
+def _swap(parameters: FlatParameters, others: Sequence[torch.Tensor], back: bool = False) -> None:
+    parameters.settle()
+    for part, other in zip(parameters.ranges, others, strict=False):
+        if part.mixed:
+            part.working.copy_(part.master if back else other)
+        else:
+            for a, b in zip(part.master.split(_EXCHANGE), other.split(_EXCHANGE), strict=True):
+                kept = a.clone()
+                a.copy_(b)
+                b.copy_(kept)
+        parameters.publish(part)
+    parameters.settle()

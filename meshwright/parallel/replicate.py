@@ -22,37 +22,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from meshwright.errors import MeshwrightError
-from meshwright.parallel.buffers import Bucket, Group, Slot, master_dtype
+from meshwright.parallel.buffers import Bucket, Group, Lane, Slot, master_dtype
+from meshwright.parallel.compress import Flight, Key, Queue
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.norm import square_norm
 
 __all__ = ["Gradients", "Lane", "second_gradient"]
-
-
-@dataclass(eq=False)
-class Lane:
-    """The buckets of one chunk, in the order in which they are reduced, and how far the step has come with them.
-
-    missing: of each bucket, what the present scope still waits for. launched: buckets whose reduction was started. scopes:
-    backwards begun (a split one counts once). done: whether the last one was begun. delivered: parameters whose gradients
-    come in scopes for weights; `learnt` once such a scope has shown all of them.
-    """
-
-    chunk: int
-    buckets: list[Bucket] = field(default_factory=list)
-    missing: list[set[int]] = field(default_factory=list)
-    launched: int = 0
-    scopes: int = 0
-    done: bool = False
-    delivered: set[int] = field(default_factory=set)
-    learnt: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,7 +72,9 @@ class Gradients:
         self._home = {id(slot.parameter): (owner, slot) for owner, slot in parameters.each()}
         self.reached: set[int] = set()
         """Slots, by id, that got a gradient on this rank since the step began."""
-        self._work: list[dist.Work] = []
+        self._work: list[dist.Work | Flight] = []
+        self.compressed: Queue | None = None
+        """By which gradients are summed over the replicas where it is no plain all-reduce."""
         self._scope: _Scope | None = None
         self._begun = self._split = self._settled = False
         self._at_once = overlap
@@ -195,6 +179,8 @@ class Gradients:
 
     def zero(self) -> None:
         """Forgets the gradients of the step."""
+        if self.compressed is not None:
+            self.compressed.settle(skip=True)  # nothing was updated from them
         for slot in self.parameters.slots:
             slot.parameter.grad = None
             slot.touched = False
@@ -305,7 +291,18 @@ class Gradients:
 
     def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         """Starts the reduction of one bucket."""
-        self._start(bucket.gradient, self.group)
+        self._start_replicas(bucket, bucket.gradient, self.group)
+
+    def _start_replicas(self, key: Key, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        """Starts the sum over `group`, the replicas."""
+        if self.compressed is None:
+            self._start(values, group)
+        else:
+            self._work.append(self.compressed.start(key, values))
+
+    def join(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None) -> None:
+        """From the next step on gradients are summed over `group`, and with shards over `replicas`."""
+        self.group = group
 
     def _start(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         work = dist.all_reduce(values, group=group, async_op=True)
@@ -317,6 +314,8 @@ class Gradients:
         for work in self._work:
             work.wait()
         self._work = []
+        if self.compressed is not None:
+            self.compressed.clear()
 
     def _share(self) -> None:
         """Sums shared gradients over the ranks that share them: all at once, in an order that these ranks have in common

@@ -252,7 +252,11 @@ class ShardedGradients(Gradients):
 
     def _sum_replicas(self, part: Part) -> None:
         if self.replicas is not None:
-            self._start(part.gradient, self.replicas)
+            self._start_replicas(part, part.gradient, self.replicas)
+
+    def join(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None) -> None:
+        super().join(group, replicas)
+        self.replicas = replicas
 
     def _complete(self) -> None:
         while self._started:

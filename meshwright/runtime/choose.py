@@ -150,6 +150,14 @@ def layouts(world: int, local: int) -> Iterator[Layout]:
                 yield Layout(dp_shard=world // (cp * tp), cp=cp, tp=tp, zero=3)
 
 
+def replica_layouts(world: int, local: int) -> Iterator[Layout]:
+    """For methods that send little between replicas: a replica a device, else a replica a host, sharded inside."""
+    yield Layout(dp_replicate=world)
+    hosts = world // local if world % local == 0 else 1
+    if hosts > 1 and local > 1:
+        yield from (Layout(dp_replicate=hosts, dp_shard=local, zero=stage) for stage in (1, 2, 3))
+
+
 def _beside(world: int, *, tp: int, pp: int = 1) -> Iterator[Layout]:
     data = world // (tp * pp)
     if data == 1:
@@ -160,8 +168,8 @@ def _beside(world: int, *, tp: int, pp: int = 1) -> Iterator[Layout]:
 
 def _first_that_fits(base: Plan, config: Config, world: int, local: int, device_bytes: int, task: str) -> tuple[Plan, str]:
     told: list[str] = []
-    length = config.data.seq_len
-    for layout in layouts(world, local):
+    sync, length = config.train.sync, config.data.seq_len
+    for layout in layouts(world, local) if sync.plain else replica_layouts(world, local):
         plan = replace(base, layout=layout, sequence_parallel=layout.tp == 1 or length // layout.cp % layout.tp == 0)
         if refused_for(plan, config.model, task, length):
             continue
@@ -213,7 +221,7 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         held.total,
         config.precision,
         layout,
-        moments=optimizer.moments,
+        moments=optimizer.moments + config.train.sync.buffers,
         ema=config.train.ema > 0,
         bucket_bytes=plan.bucket_mib * 2**20,
         largest=largest,

@@ -21,11 +21,12 @@ from meshwright.plan.memory import WEIGHT_BYTES
 from meshwright.runtime.choose import choose_plan, layout_name
 from meshwright.runtime.corpus import Corpus, prepare_corpus
 from meshwright.runtime.folder import RunFolder
-from meshwright.runtime.identity import identity, refuse_other_run, saved_meta
+from meshwright.runtime.identity import identity, refuse_other_replicas, refuse_other_run, saved_meta
 from meshwright.spec import model_rules
 from meshwright.spec.counts import parameter_count
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
+from meshwright.spec.slow_links import sync_findings
 from meshwright.train.objectives import make_objective
 from meshwright.train.schedule import Budget, total_steps
 
@@ -146,6 +147,8 @@ def _prepare(
     )
     if findings := _unfit(chosen, plan or {}, config, task):
         raise LayoutError(findings=findings)
+    if saved is not None:
+        refuse_other_replicas(config, chosen, saved[1], saved[0])
     held_out = valid_data.rows if valid_data is not None else 0
     copies = checkpoint_copies(config, held_out > 0)
     if copies:
@@ -207,6 +210,7 @@ def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> No
 def _unfit(plan: Plan, given: dict[str, Any], config: Config, task: str) -> list[Finding]:
     """Why a plan cannot be used for this run. given: what of it was not chosen."""
     findings = refused_for(plan, config.model, task, config.data.seq_len)
+    findings += sync_findings(config.train.sync, plan.layout)
     if config.compile != "auto" and given.get("compile", config.compile) != config.compile:
         what = f"says compile {given['compile']}, but the config says {config.compile}"
         findings.append(Finding("--plan", what, "Change one of them"))

@@ -113,7 +113,9 @@ class VerifyCommand:
 
     def _prepare(self, resolved: Resolved, folder: RunFolder, target: Target) -> None:
         """Corpus, config and the plans, in the folder. Raises what `set_up` raises, and LayoutError for a bad --layouts."""
-        config = resolved.config
+        from meshwright.verify.run import without_sync
+
+        config, said = without_sync(resolved.config)
         rows = self.rows or min(config.train.batch, 4 * target.world - 1)
         origin = {**resolved.origin, "train.batch": "--rows", "train.steps": "--steps"}
         limits = {"steps": self.steps, "tokens": None, "epochs": None, "hours": None}
@@ -129,7 +131,7 @@ class VerifyCommand:
         )
         ready = set_up(resolved, target, folder, plan=base.to_dict(), resume=False, write=True, say=self._say)
         tried = self._plans(base, ready.resolved.config, target.world, rows)
-        note = {"plans": [plan.to_dict() for plan in tried], "micro_batch": base.micro_batch, "quiet": self.quiet}
+        note = {"plans": [plan.to_dict() for plan in tried], "micro_batch": base.micro_batch, "quiet": self.quiet, "said": said}
         (folder.path / NOTE).write_text(json.dumps(note), encoding="utf-8")
 
     def _plans(self, base: Plan, config: Config, world: int, rows: int) -> list[Plan]:
@@ -188,7 +190,7 @@ def verify_on(ranks: Ranks, folder: RunFolder) -> dict[str, Any]:
         "tolerance": tolerance,
         "batch": config.train.batch,
         "steps": case.steps,
-        "notes": notes,
+        "notes": [*note["said"], *notes],
         "rows": [row.to_dict(tolerance) for row in rows],
     }
     if ranks.rank == 0:

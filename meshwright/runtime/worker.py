@@ -42,7 +42,7 @@ from meshwright.observe.trace import Profile
 from meshwright.runtime.alike import code, settings
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
-from meshwright.runtime.identity import identity, refuse_other_run
+from meshwright.runtime.identity import identity, refuse_other_replicas, refuse_other_run
 from meshwright.runtime.modules import load_modules
 from meshwright.spec.plan import Plan
 from meshwright.train.context import Context
@@ -190,6 +190,7 @@ def build_context(
     )
     if newest is not None and meta is not None:
         refuse_other_run(run.identity, meta["identity"], newest)
+        refuse_other_replicas(config, plan, meta, newest)
         restore(run, newest, meta)
     else:
         if job.resume:

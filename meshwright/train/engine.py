@@ -27,6 +27,8 @@ def make_engine(model: nn.Module, config: Config, plan: Plan, mesh: DeviceMesh |
         device=device,
         loss_scale=config.loss_scale,
         ema=config.train.ema,
+        sync=config.train.sync,
+        seed=config.run.seed,
     )
 
 

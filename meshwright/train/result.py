@@ -15,7 +15,8 @@ class Agreed:
     """What all ranks know before the first forward of a step, summed over the data ranks.
 
     targets: positions that count in the loss. tokens: positions that are no padding. rows: samples.
-    pairs: (query, key) pairs of attention. stop: some rank was asked to stop.
+    pairs: (query, key) pairs of attention. stop: some rank was asked to stop. own: targets by which this rank's loss is
+    divided, those of its replica where replicas train apart.
     """
 
     targets: int
@@ -23,6 +24,7 @@ class Agreed:
     rows: int
     pairs: float
     stop: bool
+    own: int
 
 
 @dataclass(frozen=True)

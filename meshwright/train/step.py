@@ -36,21 +36,29 @@ def agree(run: Context, data: StepData) -> Agreed:
     counts = [data.targets, data.tokens, data.local_rows, pairs]
     if not all(group.rank() == 0 for group in run.engine.axes.same_rows):
         counts = [0, 0, 0, 0.0]
-    targets, tokens, rows, pairs, stops = sum_scalars([*counts, int(stop)], run.ranks.control)
-    return Agreed(int(targets), int(tokens), int(rows), pairs, stops > 0)
+    # where replicas train apart each has a column for its own targets
+    mine = run.engine.axes.replicas if run.engine.apart else None
+    columns = [0.0] * (0 if mine is None else mine.size())
+    if mine is not None:
+        columns[mine.rank()] = counts[0]
+    targets, tokens, rows, pairs, stops, *own = sum_scalars([*counts, int(stop), *columns], run.ranks.control)
+    share = targets if mine is None else own[mine.rank()]
+    return Agreed(int(targets), int(tokens), int(rows), pairs, stops > 0, int(share))
 
 
 def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepResult:
     """Forward and backward over every micro-batch, then one update.
 
     Each micro-batch adds sum(losses) / global targets, so gradients are summed, never averaged, over ranks and micro-steps.
-    A step without a single target in the whole global batch updates nothing.
+    A step without a single target in the whole global batch updates nothing. Where replicas train apart, all this is said of
+    the rows of a replica; the loss that is reported counts all rows.
     """
     engine, clock, config = run.engine, run.clock, run.config
     if config.model.attention_dropout:  # hidden dropout needs no generator; attention kernels draw from torch's
         torch.manual_seed(attention_seed(run))
-    apart = engine.axes.context is None  # else no rank has the gradient of its own rows
-    engine.measure_noise = config.train.noise_scale and apart and run.state.step % NOISE_EVERY == 0
+    # replicas that train apart have no gradient in common whose noise could be told; ranks of other positions none of own rows
+    alone = not engine.apart and engine.axes.context is None
+    engine.measure_noise = config.train.noise_scale and alone and run.state.step % NOISE_EVERY == 0
     engine.zero()
     # [loss sum, square norm of this part's mean gradient]; fp64, so that sums over ranks do not round
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
@@ -63,7 +71,7 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
         sums[0] += (parts.loss_sum - parts.z_sum).detach()
 
     with clock.span("compute"):
-        engine.run(len(data.micro), forward, engine.loss_scale / max(1, agreed.targets), taken, clock.waiting)
+        engine.run(len(data.micro), forward, engine.loss_scale / max(1, agreed.own), taken, clock.waiting)
         engine.finish(clock.waiting)
         square = _part_square(run, data, agreed)
         if square is None:  # `sums[1] = nan` would copy from the host, and wait for the device
@@ -79,7 +87,7 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
         if agreed.targets == 0:
             zero = torch.zeros_like(loss)
             return StepResult(zero, zero, noise, True, engine.loss_scale, False, _nothing)
-        info = engine.update(lr, config.train.clip)
+        info = engine.update(lr, config.train.clip, empty=agreed.own == 0)
     return StepResult(
         loss=loss,
         grad_norm=info.grad_norm.double(),

@@ -108,7 +108,7 @@ def steps_of(context: Context, count: int, *, single: bool) -> Iterator[StepResu
 
 
 def _counts(data: StepData) -> Agreed:
-    return Agreed(data.targets, data.tokens, data.local_rows, 0.0, False)
+    return Agreed(data.targets, data.tokens, data.local_rows, 0.0, False, data.targets)
 
 
 @contextlib.contextmanager

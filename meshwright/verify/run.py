@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.config.schema import Config, OptimizerConfig
+from meshwright.config.schema import Config, OptimizerConfig, SyncConfig
 from meshwright.distributed.mesh import build_mesh
 from meshwright.distributed.piece import Piece
 from meshwright.distributed.reduce import broadcast_json, gather_json
@@ -24,7 +24,7 @@ from meshwright.verify.cases import Case, run
 from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
 from meshwright.verify.reference import Reference, reference, shared_in_turn
 
-__all__ = ["Row", "settled", "verify"]
+__all__ = ["Row", "settled", "verify", "without_sync"]
 
 GRADIENTS = 1
 """First steps whose gradients are kept and compared. A later one is in the weights after the last step."""
@@ -50,10 +50,24 @@ def settled(config: Config, precision: str, steps: int) -> tuple[Config, list[st
     if model.attention_dropout:
         model = model.model_copy(update={"attention_dropout": 0.0})
         notes.append("attention dropout is off: its draws depend on the layout")
+    config, said = without_sync(config)
+    notes += said
     train = config.train.model_copy(
         update={"optimizer": optimizer, "lr": lr, "lr_scaling": "none", "steps": steps, "ramp": None, "noise_scale": False}
     )
     return config.model_copy(update={"train": train, "model": model, "precision": precision}), notes
+
+
+def without_sync(config: Config) -> tuple[Config, list[str]]:
+    """The config with gradients summed in full in every step, and what to say of that."""
+    if config.train.sync.plain:
+        return config, []
+    said = (
+        "train.sync is left out and not verified: it computes something else than one device, on purpose. What is verified is "
+        "each layout with gradients summed in full in every step"
+    )
+    train = config.train.model_copy(update={"sync": SyncConfig()})
+    return config.model_copy(update={"train": train}), [said]
 
 
 @dataclass

@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
 from meshwright.errors import Finding, LayoutError
+from meshwright.parallel.balance import Balance
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.engine import Axes, Engine, StepInfo
+from meshwright.parallel.expert import split_experts
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
@@ -49,16 +51,18 @@ def parallelize(
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
-    goes next, since it changes which block of a parameter exists here; then ties across stages, of whatever blocks those
+    goes next, since it changes which block of a parameter exists here, then expert parallelism, which takes whole experts of
+    what is left; then ties across stages, of whatever blocks those
     are. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism is last, since it
     moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would be trained by nobody.
     """
     _check(plan, mesh)
     stages = cut(model, plan, mesh)
     sharing = split_tensors(model, plan, mesh)
+    split_experts(model, plan, mesh, sharing)
     stages.share(sharing)
     recompute_blocks(model, plan)
-    compile_blocks(model, plan.compile)
+    compile_blocks(model, plan.compile, whole=plan.layout.ep == 1)
     axes = Axes.of(mesh, plan.layout.zero)
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
     options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
@@ -72,6 +76,7 @@ def parallelize(
         runner=stages.runner(),
         notes=[stages.note] if stages.note else [],
         compiled=plan.compile,
+        balance=Balance.of(model, axes.data, axes.model.get("pp")),
     )
 
 

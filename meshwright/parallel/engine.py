@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.mesh import DATA_AXES, AxisGroups
 from meshwright.distributed.piece import Piece
+from meshwright.parallel.balance import Balance
 from meshwright.parallel.buffers import Run
 from meshwright.parallel.compile import compile_errors
 from meshwright.parallel.consistency import Copy, first_difference
@@ -24,6 +25,7 @@ from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import LossScaler
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.runner import Forward, Runner, SerialRunner, Taken, Waiting
+from meshwright.parallel.sharing import Domain
 from meshwright.spec.placement import Placement
 
 __all__ = ["Axes", "Engine", "StepInfo"]
@@ -72,6 +74,13 @@ class Axes:
         """One group an axis whose ranks hold the same working weights."""
         return tuple(group for group in self.every if group not in self.model.values() and group not in self.apart)
 
+    def within(self, domain: Domain) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:
+        """`copies` and `alike` of what belongs to a domain."""
+        sharded = any(group not in self.model.values() for group in self.distinct)
+        weights = domain.replicas if self.apart else domain.data
+        states = domain.replicas if sharded else domain.data
+        return tuple(filter(None, (weights,))), tuple(filter(None, (states,)))
+
 
 @dataclass(frozen=True)
 class StepInfo:
@@ -96,7 +105,7 @@ class Engine:
     engine.finish(wait)
     info = engine.update(lr, clip)
 
-    runner: runs the micro-batches; None: one after another, each on the whole model.
+    runner: runs the micro-batches; None: one after another, each on the whole model. balance: of a model of experts.
     """
 
     def __init__(
@@ -110,6 +119,7 @@ class Engine:
         compiled: str = "off",
         runner: Runner | None = None,
         notes: Sequence[str] = (),
+        balance: Balance | None = None,
     ):
         self.parameters = parameters
         self.gradients = gradients
@@ -117,6 +127,7 @@ class Engine:
         self.scaler = scaler
         self.axes = axes
         self.runner = runner or SerialRunner()
+        self.balance = balance
         self.notes = tuple(notes)
         """What is done otherwise than the plan says, for the log."""
         self._compiled = compiled
@@ -134,12 +145,13 @@ class Engine:
 
     @property
     def measure_noise(self) -> bool:
-        """Set before the first micro-step: `micro_square_norms` is then there after the last one, until `zero()`."""
+        """Set before the first micro-step: `micro_square_norms` is then there after the last one, until `zero()`. It stays off
+        where experts are dealt to data ranks: no rank has the gradient of its own rows alone."""
         return self.gradients.measure_noise
 
     @measure_noise.setter
     def measure_noise(self, value: bool) -> None:
-        self.gradients.measure_noise = value
+        self.gradients.measure_noise = value and not self.parameters.sharing.domains  # other ranks' rows are in a domain's
 
     @property
     def micro_square_norms(self) -> list[torch.Tensor]:
@@ -158,6 +170,8 @@ class Engine:
         Call it before the first micro-step."""
         self.gradients.zero()
         self.parameters.settle_shared()
+        if self.balance is not None:
+            self.balance.start()
         self._norm = None
         self._carried = self.loss_scale
 
@@ -195,9 +209,21 @@ class Engine:
         """L2 norm over all logical elements of the gradient, loss scale removed: 0-d, at least fp32, the same bits on
         every rank. Call it after `finish`."""
         if self._norm is None:
-            square = reduce_sum(self.gradients.square(), self.axes.distinct)
+            square = self._square()
             self._norm = square.sqrt() / self._carried
         return self._norm
+
+    def _square(self) -> torch.Tensor:
+        """Of the whole gradient; what belongs to a domain is summed over the ranks that hold it once, the rest likewise."""
+        domains, model = self.parameters.sharing.domains, self.axes.model.values()
+        if not domains:
+            return reduce_sum(self.gradients.square(), self.axes.distinct)
+        data = [group for group in self.axes.distinct if group not in model]
+        total = reduce_sum(self.gradients.square(domain=""), data)
+        for name in sorted(domains):
+            distinct = domains[name].distinct
+            total = total + reduce_sum(self.gradients.square(domain=name), () if distinct is None else (distinct,))
+        return reduce_sum(total, model)
 
     def nonfinite_parameter(self) -> str | None:
         """Name of the first parameter, in the order of the model, with a gradient that is not finite on some rank.
@@ -232,6 +258,8 @@ class Engine:
             if overflow:
                 return StepInfo(norm, True, used, exhausted)
         self.optimizer.step(lr, clip_coefficient(norm, clip) / used, skip)
+        if self.balance is not None:
+            self.balance.update(skip)
         return StepInfo(norm, False if self.scaler else skip, used)
 
     @contextmanager
@@ -270,7 +298,8 @@ class Engine:
             placement = self.placements[name]
             inside = tensor[tuple(slice(0, size) for size in placement.box.shape)]  # beyond it there is padding
             pieces.append(Piece(f"model/{placement.name}", inside, placement.shape, placement.box.offset))
-        first = all(dist.get_rank(group) == 0 for group in self.axes.every)
+        alike = [group for group in self.axes.every if group is not self.axes.model.get("pp")]  # stages have buffers of their own
+        first = all(dist.get_rank(group) == 0 for group in alike)
         for name, tensor in self._buffers():  # statistics of a rank's own batches differ: one rank's are kept
             pieces.append(Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim(), owner=first))
         return pieces
@@ -325,8 +354,13 @@ class Engine:
             for name, parameter in self.parameters.frozen.items()
         ]
         held = [self._copy(number + 1, kind, run, run.of(buffer)) for number, kind, run, buffer in self._held()]
+        alike = []
+        for name, domain in (("", None), *sorted(self.parameters.sharing.domains.items())):
+            copies, same = (self.axes.copies, self.axes.alike) if domain is None else self.axes.within(domain)
+            alike += [([each for each in working if each.domain == name], copies)]
+            alike += [([each for each in held if each.domain == name], same)]
         return first_difference(
-            [(working, self.axes.copies), (held, self.axes.alike)],
+            alike,
             [(group, name == "pp") for name, group in self.axes.model.items()],
             self.axes.every,
             self.parameters.groups[0].device,
@@ -340,4 +374,5 @@ class Engine:
             block=f"{kind}/{placement.name} {placement.box} {run.first}+{run.size}",
             values=values,
             shared=bool(placement.shared),
+            domain=placement.domain,
         )

@@ -40,10 +40,12 @@ KEPT = frozenset(
         "torch_attn::_varlen_attn",
         "meshwright::all_sum",
         "meshwright::scatter_sum",
+        "meshwright::grouped_linear",
+        "meshwright::exchange",
     }
 )
 """Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators, and
-the sums over tensor-parallel ranks behind them."""
+the sums over tensor-parallel ranks behind them; the products of experts, and the rows that came from other ranks."""
 
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:

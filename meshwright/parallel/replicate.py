@@ -202,9 +202,11 @@ class Gradients:
             lane.scopes = lane.launched = 0
             lane.done = False
 
-    def square(self, counted: bool = True) -> torch.Tensor:
-        """Sum of squares of the gradients held here that count (or of those that do not), loss scale included: 0-d."""
-        squares = [square_norm(part.gradient) for part in self.parameters.ranges if part.counted is counted]
+    def square(self, counted: bool = True, domain: str | None = None) -> torch.Tensor:
+        """Sum of squares of the gradients held here that count (or of those that do not), loss scale included: 0-d. domain: of
+        one `Placement.domain` alone."""
+        chosen = [part for part in self.parameters.ranges if part.counted is counted and domain in (None, part.domain)]
+        squares = [square_norm(part.gradient) for part in chosen]
         group = self.parameters.groups[0]
         none = torch.zeros((), dtype=master_dtype(group.dtype), device=group.device)
         return torch.stack(squares).sum() if squares else none
@@ -301,7 +303,10 @@ class Gradients:
 
     def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         """Starts the reduction of one bucket."""
-        self._start(bucket.gradient, self.group)
+        domain = bucket.group.domain
+        group = self.parameters.sharing.domains[domain].data if domain else self.group
+        if group is not None:
+            self._start(bucket.gradient, group)
 
     def _start(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
         work = dist.all_reduce(values, group=group, async_op=True)

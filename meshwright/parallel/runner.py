@@ -6,18 +6,25 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from meshwright.parallel.engine import Engine
 
-__all__ = ["Forward", "Runner", "SerialRunner", "Taken", "Waiting"]
+__all__ = ["Forward", "Runner", "SerialRunner", "Taken", "Waiting", "learned"]
 
 Forward = Callable[[nn.Module, int], Any]
 """(model, number of the micro-batch) to its `LossParts`, or whatever `Taken` takes in evaluation."""
 Taken = Callable[[int, Any], None]
 """(number of the micro-batch, what `Forward` gave), on ranks that get it. For detached use."""
 Waiting = Callable[[], AbstractContextManager[object]]
+
+
+def learned(parts: Any) -> torch.Tensor:
+    """What backward begins with: the loss, and what is learned beside it."""
+    balance = getattr(parts, "balance_sum", None)
+    return parts.loss_sum if balance is None else parts.loss_sum + balance
 
 
 class Runner(Protocol):
@@ -44,7 +51,7 @@ class SerialRunner:
             parts = forward(engine.model, number)
             taken(number, parts)
             with engine.backward_scope(last=number == count - 1):
-                (parts.loss_sum * factor).backward()
+                (learned(parts) * factor).backward()
 
     def evaluate(self, engine: Engine, count: int, forward: Forward, taken: Taken) -> None:
         for number in range(count):

@@ -204,6 +204,8 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         largest=largest,
         outside=held.outside,
         block=held.block,
+        experts=held.experts,
+        expert_block=held.expert_block,
         gather=plan.gather,
         offload=plan.offload,
     )

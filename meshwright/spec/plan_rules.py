@@ -9,7 +9,7 @@ from meshwright.config.schema import ModelConfig
 from meshwright.errors import Finding
 from meshwright.spec.model_rules import ARCHITECTURES
 from meshwright.spec.plan import Plan
-from meshwright.spec.sharding import tensor_findings
+from meshwright.spec.sharding import expert_findings, nearest_divisors, tensor_findings
 from meshwright.spec.stages import check_split
 
 __all__ = ["REFUSALS", "Refusal", "refused", "refused_for"]
@@ -22,7 +22,11 @@ class Refusal:
     key: str
     when: Callable[[Plan], bool]
     why: str
-    fix: str
+    fix: str | Callable[[Plan], str]
+
+    def finding(self, plan: Plan) -> Finding:
+        fix = self.fix if isinstance(self.fix, str) else self.fix(plan)
+        return Finding(f"plan.{self.key}", f"{self.value(plan)}, but {self.why}", fix)
 
     def value(self, plan: Plan) -> object:
         head, _, leaf = self.key.rpartition(".")
@@ -31,7 +35,20 @@ class Refusal:
 
 REFUSALS = (
     Refusal("layout.cp", lambda plan: plan.layout.cp > 1, "context parallelism is not available", "Use cp: 1"),
-    Refusal("layout.ep", lambda plan: plan.layout.ep > 1, "expert parallelism is not available", "Use ep: 1"),
+    Refusal(
+        "layout.ep",
+        lambda plan: plan.layout.dp % plan.layout.ep > 0,
+        "experts live on data ranks, and ep must divide dp_replicate * dp_shard",
+        lambda plan: f"Of {plan.layout.dp} data ranks, use ep: {nearest_divisors(plan.layout.ep, plan.layout.dp)}",
+    ),
+    Refusal(
+        "layout.ep",
+        lambda plan: plan.layout.dp % plan.layout.ep == 0
+        and plan.layout.dp_shard % plan.layout.ep > 0
+        and plan.layout.ep % plan.layout.dp_shard > 0,
+        "the ranks that share experts must lie inside a dp_shard group, or be whole ones",
+        lambda plan: f"Use ep: {nearest_divisors(plan.layout.ep, plan.layout.dp_shard)}, or a multiple of {plan.layout.dp_shard}",
+    ),
     Refusal(
         "layout.zero",
         lambda plan: plan.layout.zero > 0 and plan.layout.dp_shard == 1,
@@ -110,7 +127,7 @@ REFUSALS = (
 def refused(plan: Plan) -> list[Finding]:
     """Everything for which a plan cannot run with any model; empty if it can."""
     return [
-        Finding(f"plan.{refusal.key}", f"{refusal.value(plan)}, but {refusal.why}", refusal.fix)
+        refusal.finding(plan)
         for refusal in REFUSALS
         if refusal.when(plan)
     ]
@@ -120,9 +137,13 @@ def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list
     """The same, and everything for which it cannot run with this model on rows of `seq_len` tokens."""
     found = refused(plan)
     layout = plan.layout
-    if layout.pp * layout.tp > 1 and model.arch not in ARCHITECTURES:
-        what = f"tp {layout.tp}, pp {layout.pp}, but nothing says how the parameters of {model.arch!r} are split"
-        return [*found, Finding("plan.layout", what, "Use tp: 1 and pp: 1 for models of your own")]
+    if layout.pp * layout.tp * layout.ep > 1 and model.arch not in ARCHITECTURES:
+        what = f"tp {layout.tp}, pp {layout.pp}, ep {layout.ep}, but nothing says how the parameters of {model.arch!r} are split"
+        return [*found, Finding("plan.layout", what, "Use tp: 1, pp: 1 and ep: 1 for models of your own")]
+    found += expert_findings(model, layout.ep, layout.dp)
+    if model.experts and layout.cp > 1:
+        what = f"{layout.cp}, but the balance and the capacity of experts are counted by row, which cp splits"
+        found.append(Finding("plan.layout.cp", what, "Use cp: 1 for a model of experts"))
     if layout.tp > 1:
         found += tensor_findings(model, layout.tp)
         if plan.sequence_parallel and seq_len % layout.tp:

@@ -60,9 +60,9 @@ class Router(nn.Module):
         self.z_loss = config.router_z_loss
         self.share = 1.0
         self.weight = nn.Parameter(torch.empty(config.experts, config.width, device="meta", dtype=dtype))
-        self.bias: torch.Tensor | None = None
-        if config.balance == "bias":
-            self.register_buffer("bias", torch.zeros(config.experts))  # not on meta: nobody else gives it values
+        self.bias: torch.Tensor | None
+        # not on meta: nobody else gives it values
+        self.register_buffer("bias", torch.zeros(config.experts) if config.balance == "bias" else None)
 
     def forward(
         self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None

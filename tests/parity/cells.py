@@ -54,6 +54,17 @@ LAYOUTS = {
     "hybrid3-tp": Layout(dp_replicate=2, dp_shard=2, zero=3, tp=2),
     "hybrid3-pp": Layout(dp_replicate=2, dp_shard=2, zero=3, pp=2),
     "tp4-pp": Layout(tp=4, pp=2),
+    "ep2": Layout(dp_replicate=2, ep=2),
+    "ep4": Layout(dp_replicate=4, ep=4),
+    "data-ep2": Layout(dp_replicate=4, ep=2),
+    "ep2-zero1": Layout(dp_shard=4, zero=1, ep=2),
+    "ep2-zero2": Layout(dp_shard=4, zero=2, ep=2),
+    "ep2-zero3": Layout(dp_shard=4, zero=3, ep=2),
+    "ep4-zero3": Layout(dp_replicate=2, dp_shard=2, zero=3, ep=4),
+    "ep2-hybrid2": Layout(dp_replicate=2, dp_shard=2, zero=2, ep=2),
+    "ep2-tp2": Layout(dp_replicate=2, ep=2, tp=2),
+    "ep2-pp2": Layout(dp_replicate=2, ep=2, pp=2),
+    "ep2-zero3-pp2": Layout(dp_shard=2, zero=3, ep=2, pp=2),
 }
 SCHEDULES = tuple(CHUNKS)
 

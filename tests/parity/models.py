@@ -58,6 +58,31 @@ MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"model": {**_DECODER, "heads": 8, "kv_heads": 2, "qk_norm": True, "qkv_bias": True}},
     "mqa": {"model": {**_DECODER, "kv_heads": 1, "norm": "layer", "activation": "gelu_tanh"}},
     "dropout": {"model": {**_DECODER, "kv_heads": 2, "tied": True, "dropout": 0.1}},
+    "moe": {
+        "model": {
+            **_DECODER,
+            "kv_heads": 2,
+            "moe_ffn": 64,
+            "experts": 8,
+            "experts_per_token": 2,
+            "balance_coefficient": 0.1,
+            "router_z_loss": 1e-2,
+        },
+    },
+    "moe-bias": {
+        "model": {
+            **_DECODER,
+            "ffn": 48,
+            "experts": 4,
+            "experts_per_token": 2,
+            "router_normalised": False,
+            "balance": "bias",
+            "balance_coefficient": 0.02,
+            "capacity": 0.8,
+            "activation": "gelu",
+        },
+        "data": {"packing": "none"},
+    },
     "mlm": {
         "model": {**_BERT, "tied": True, "head_bias": True, "head_transform": True},
         "objective": {"kind": "masked_lm", "mask_fraction": 0.2},

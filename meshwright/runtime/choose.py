@@ -95,6 +95,7 @@ def layout_name(layout: Layout) -> str:
     sharded = f"ZeRO-{layout.zero} over {layout.dp_shard}" + (f" x {layout.dp_replicate} replicas" * (layout.dp_replicate > 1))
     name = sharded if layout.zero else f"data parallel over {layout.dp}"
     name += f" device{'s' * (layout.world > 1)}" if layout.world == layout.dp else ""
+    name += f", experts over {layout.ep}" * (layout.ep > 1)
     return name + f" x tensor {layout.tp}" * (layout.tp > 1) + f" x pipeline {layout.pp}" * (layout.pp > 1)
 
 

@@ -86,6 +86,7 @@ class Plan:
         said = [
             f"ZeRO-{layout.zero} over {layout.dp_shard}" if layout.zero else "",
             f"tensor {layout.tp}" + (" with sequence parallelism" if self.sequence_parallel else "") if layout.tp > 1 else "",
+            f"experts over {layout.ep}" if layout.ep > 1 else "",
             f"pipeline {layout.pp} x {self.chunks} ({self.schedule})" if layout.pp > 1 else "",
             f"recompute {self.recompute}" if self.recompute != "none" else "",
             "activations in host memory" if self.offload_activations else "",

@@ -65,6 +65,7 @@ LAYOUTS = {
     "ep2-tp2": Layout(dp_replicate=2, ep=2, tp=2),
     "ep2-pp2": Layout(dp_replicate=2, ep=2, pp=2),
     "ep2-zero3-pp2": Layout(dp_shard=2, zero=3, ep=2, pp=2),
+    "ep2-zero3-tp-pp": Layout(dp_shard=2, zero=3, ep=2, tp=2, pp=2),
 }
 SCHEDULES = tuple(CHUNKS)
 

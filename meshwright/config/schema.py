@@ -91,7 +91,9 @@ class ModelConfig(Section):
     mlp_bias: bool = Field(False, description="Biases of the feed-forward layer.")
     qk_norm: bool = Field(False, description="RMS norm over each head of queries and keys (Qwen 3).")
     sliding_window: Count | None = Field(None, description="Keys each query sees, itself included.")
-    experts: Natural = Field(0, description="Experts of every feed-forward layer, among which a router chooses; 0: one for all.")
+    experts: Natural = Field(
+        0, description="Experts of every feed-forward layer, among which a router chooses; 0: one for all."
+    )
     experts_per_token: Count = Field(2, description="Experts that a token goes to.")
     moe_ffn: Count | None = Field(None, description="Width of one expert; default: ffn.")
     router_normalised: bool = Field(

@@ -160,6 +160,8 @@ scatter_sum.register_autograd(
     lambda ctx, grad: (gather(grad, ctx.dim, ctx.key), None, None),
     setup_context=_remember,
 )
+
+
 def _remember_counts(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, ctx.send, ctx.receive, ctx.key = inputs
 

@@ -143,7 +143,5 @@ class Layer(nn.Module):
         x_BSD = x_BSD + dropout(branch, key_BS, MLP_SITE, self.dropout)
         return x_BSD if routing is None else (x_BSD, routing)
 
-    def _feed_forward(
-        self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Routing | None]:
+    def _feed_forward(self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None) -> tuple[torch.Tensor, Routing | None]:
         return self.mlp(x_BSD, documents_BS) if isinstance(self.mlp, MoE) else (self.mlp(x_BSD), None)

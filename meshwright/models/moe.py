@@ -64,9 +64,7 @@ class Router(nn.Module):
         # not on meta: nobody else gives it values
         self.register_buffer("bias", torch.zeros(config.experts) if config.balance == "bias" else None)
 
-    def forward(
-        self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, Routing]:
+    def forward(self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, Routing]:
         """(weights [B, S, k] in at least fp32, experts int64 [B, S, k], what it says of them).
 
         Experts that get nothing from a token are E, with weight 0. documents_BS: negative on padding.
@@ -130,7 +128,7 @@ def _first(ids: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
 
 
 class Experts(nn.Module):
-    """The matrices of all experts: `up` [E, rows, D] (rows of gate and value alternate, as in a dense layer), `down` [E, D, F]."""
+    """The matrices of all experts: `up` [E, rows, D] (gate and value alternate, as in a dense layer), `down` [E, D, F]."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         super().__init__()

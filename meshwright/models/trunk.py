@@ -104,7 +104,7 @@ class Trunk(nn.Module):
             output = self.layers[index](x_BSD, cos, sin, documents_BS, cu_seqlens, layer_keys(key_BS, index))
             x_BSD = output[0] if self.config.experts else output
             if self.config.experts and routings is not None:
-                routings.append((self.layers[index].mlp, output[1]))  # type: ignore[union-attr, arg-type]  # a layer of experts
+                routings.append((self.layers[index].mlp, output[1]))  # type: ignore[arg-type]  # of experts
         return x_BSD
 
     def balance(self, routings: list[tuple[MoE, Routing]], labels: torch.Tensor | None) -> torch.Tensor | None:
@@ -174,7 +174,8 @@ class Trunk(nn.Module):
         span         layers [first, stop) to run; None: all. The embedding comes before the first, norm and head after the last
         hidden       [B, S, D] what the layer before the span gave; needed where the span does not begin at 0
         Returns      logits [B, S or K, V] ([B, C] for classification) in the weights' dtype, or `LossParts`; for a span that
-                     ends before the last layer the hidden states [B, S, D] (of the positions that are here), with experts `Hidden`
+                     ends before the last layer the hidden states [B, S, D] (of the positions that are here); with experts
+                     `Hidden`
         """
         first, stop = span or (0, len(self.layers))
         key_BS = None if dropout_key is None else self.split(dropout_key)

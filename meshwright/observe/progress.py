@@ -79,8 +79,8 @@ class Progress(NullProgress):
     def update(
         self, step: int, *, loss: float | None, tokens_per_s: float, remaining_s: float | None = None, said: str = ""
     ) -> None:
-        """Report `step` (counted from 1) as done. remaining_s: seconds left, where the caller knows (a budget of hours). said: more to
-        say of it."""
+        """Report `step` (counted from 1) as done. remaining_s: seconds left, where the caller knows (a budget of hours). said:
+        more to say of it."""
         now = time.monotonic()
         if self._last is not None and step > self._last[0]:
             took = (now - self._last[1]) / (step - self._last[0])

@@ -19,9 +19,7 @@ VARIANTS = 64
 """Compiled versions a block may have: shapes x (training, evaluation). Past torch's own 8 it would raise."""
 
 
-def compile_blocks(
-    model: nn.Module, how: str, backend: str | Callable[..., Any] | None = None, *, whole: bool = True
-) -> None:
+def compile_blocks(model: nn.Module, how: str, backend: str | Callable[..., Any] | None = None, *, whole: bool = True) -> None:
     """Compiles each module of `model.layers` in place; embedding and head, whose shapes vary, are left.
 
     how: `off`, `eager` (traced and run by aot_eager: the bits of eager execution) or `inductor`. Blocks of one class

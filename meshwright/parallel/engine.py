@@ -298,7 +298,9 @@ class Engine:
             placement = self.placements[name]
             inside = tensor[tuple(slice(0, size) for size in placement.box.shape)]  # beyond it there is padding
             pieces.append(Piece(f"model/{placement.name}", inside, placement.shape, placement.box.offset))
-        alike = [group for group in self.axes.every if group is not self.axes.model.get("pp")]  # stages have buffers of their own
+        alike = [
+            group for group in self.axes.every if group is not self.axes.model.get("pp")
+        ]  # stages have buffers of their own
         first = all(dist.get_rank(group) == 0 for group in alike)
         for name, tensor in self._buffers():  # statistics of a rank's own batches differ: one rank's are kept
             pieces.append(Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim(), owner=first))

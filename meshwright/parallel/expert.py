@@ -9,9 +9,9 @@ Counts are exchanged first, so no row is padded and none is lost; a rank, or an 
 With T rows (tokens x experts of a token) on a rank, width D and w bytes an element it sends (ep-1)/ep T D w bytes on average
 in each of the two exchanges, and as many in backward; beside it E counts. The host waits for the counts once a layer.
 
-Everything else is as it was: routers and the rest of the model see a rank's own tokens, their gradients are summed over all data
-ranks. Those of experts are summed over the D/ep ranks that hold the same ones; ZeRO cuts their states among those of them that
-lie in one dp_shard group.
+Everything else is as it was: routers and the rest of the model see a rank's own tokens, their gradients are summed over all
+data ranks. Those of experts are summed over the D/ep ranks that hold the same ones; ZeRO cuts their states among those of them
+that lie in one dp_shard group.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class ExchangedExperts(Experts):
 
 
 def expert_rows(ranks: Sequence[int], shards: int, ep: int) -> dict[str, list[list[int]]]:
-    """Groups of the data ranks of one model, given in order: those that share experts ("ep"), that hold the same ones ("data"), and of
-    the latter those among which ZeRO cuts ("shards"), and that hold the same piece ("replicas").
+    """Groups of the data ranks of one model, given in order: those that share experts ("ep"), that hold the same ones ("data"),
+    and of the latter those among which ZeRO cuts ("shards"), and that hold the same piece ("replicas").
 
     shards: dp_shard. ep divides it or is a multiple of it.
     """

@@ -1,7 +1,8 @@
 """Trainable parameters as a few flat buffers, so that reduction, norm and update are a few large kernels.
 
-Parameters are grouped by what is done to them: decayed or not, with whom a gradient is shared, counted in the norm or not, over
-which data ranks it is summed (`spec.placement.Placement`). A group owns contiguous 1-D buffers that all share one element index:
+Parameters are grouped by what is done to them: decayed or not, with whom a gradient is shared, counted in the norm or not,
+over which data ranks it is summed (`spec.placement.Placement`). A group owns contiguous 1-D buffers that all share one element
+index:
 
     working   what the model computes with; every parameter is a view into it
     master    what the optimizer updates: at least fp32, the very same buffer where the working dtype already is

@@ -28,8 +28,8 @@ class Domain:
 @dataclass
 class Sharing:
     """placements: of parameters, by the name that they have in this rank's model; one that is absent is whole, under its own
-    name, and shared with nobody. groups: ranks of each `Placement.shared`. domains: of each `Placement.domain`, the same names on
-    every rank.
+    name, and shared with nobody. groups: ranks of each `Placement.shared`. domains: of each `Placement.domain`, the same names
+    on every rank.
     """
 
     placements: dict[str, Placement] = field(default_factory=dict)

@@ -93,9 +93,7 @@ class Part:
 class ShardedGroup(Group):
     """A group whose masters exist in parts only."""
 
-    def __init__(
-        self, slots: list[Slot], edges: list[int], kind: Kind, *, shards: dist.ProcessGroup | None, **options: Any
-    ):
+    def __init__(self, slots: list[Slot], edges: list[int], kind: Kind, *, shards: dist.ProcessGroup | None, **options: Any):
         self._share = (edges, shards)
         super().__init__(slots, edges, kind, **options)
 

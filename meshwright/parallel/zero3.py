@@ -45,18 +45,15 @@ __all__ = ["GatheredGradients", "GatheredParameters"]
 
 
 class GatheredPart(Part):
-    """This rank's piece of a bucket; `whole_weights` has memory from `gather` to `release` only. A piece that is all of the
-    bucket, and on the device, is the whole weights."""
+    """This rank's piece of a bucket; `whole_weights` has memory from `gather` to `release` only. kept: the piece is all of it."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         slots = [slot for slot in self.group.slots if self.begin <= slot.start < self.end and slot.size]
         self.chunk = next((slot.unit[0] for slot in slots), 0)
         self.kept = self.shards is None and self.working.device == self.group.device
-        if self.kept:
-            self.whole_weights = self.working
-        else:
-            self.whole_weights = torch.empty(self.end - self.begin, dtype=self.group.dtype, device=self.group.device)
+        whole = torch.empty(self.end - self.begin, dtype=self.group.dtype, device=self.group.device)
+        self.whole_weights = self.working if self.kept else whole
         self._bytes = self.whole_weights.untyped_storage().nbytes()
         self.views = {id(s): self.whole_weights[s.start - self.begin :][: s.size].view(s.shape) for s in slots}
         self._work: dist.Work | None = None

@@ -64,8 +64,8 @@ def state_bytes(
     at most 2^22 elements beside them. Gaps between parameters (below 128 bytes each) and between pieces (below 128 N bytes a
     bucket) are left out.
 
-    experts: how many of the P are of experts that a rank has for itself and the data ranks of other groups of ep (`expert_block`:
-    of B). They are sharded over N / ep ranks, where that is more than one: read P / N as (P - experts) / N + experts ep / N.
+    experts: how many of the P are of experts, of which a rank has 1 / ep (`expert_block`: of B). They are sharded over N / ep
+    ranks, where that is more than one: read P / N as (P - experts) / N + experts ep / N.
     """
     weight = WEIGHT_BYTES[precision]
     wide = max(weight, 4)

@@ -91,6 +91,4 @@ def rank_parameters(config: ModelConfig, task: str, layout: Layout) -> RankParam
     block = (dense - experts) / layout.tp + mine
     layers = -(-config.layers // layout.pp)
     outside = (max(ends) if layout.pp > 1 else sum(ends)) / layout.tp
-    return RankParameters(
-        round(block * layers + outside), round(outside), round(block), round(mine * layers), round(mine)
-    )
+    return RankParameters(round(block * layers + outside), round(outside), round(block), round(mine * layers), round(mine))

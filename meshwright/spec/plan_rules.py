@@ -43,11 +43,15 @@ REFUSALS = (
     ),
     Refusal(
         "layout.ep",
-        lambda plan: plan.layout.dp % plan.layout.ep == 0
-        and plan.layout.dp_shard % plan.layout.ep > 0
-        and plan.layout.ep % plan.layout.dp_shard > 0,
+        lambda plan: (
+            plan.layout.dp % plan.layout.ep == 0
+            and plan.layout.dp_shard % plan.layout.ep > 0
+            and plan.layout.ep % plan.layout.dp_shard > 0
+        ),
         "the ranks that share experts must lie inside a dp_shard group, or be whole ones",
-        lambda plan: f"Use ep: {nearest_divisors(plan.layout.ep, plan.layout.dp_shard)}, or a multiple of {plan.layout.dp_shard}",
+        lambda plan: (
+            f"Use ep: {nearest_divisors(plan.layout.ep, plan.layout.dp_shard)}, or a multiple of {plan.layout.dp_shard}"
+        ),
     ),
     Refusal(
         "layout.zero",
@@ -126,11 +130,7 @@ REFUSALS = (
 
 def refused(plan: Plan) -> list[Finding]:
     """Everything for which a plan cannot run with any model; empty if it can."""
-    return [
-        refusal.finding(plan)
-        for refusal in REFUSALS
-        if refusal.when(plan)
-    ]
+    return [refusal.finding(plan) for refusal in REFUSALS if refusal.when(plan)]
 
 
 def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list[Finding]:
@@ -138,7 +138,9 @@ def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list
     found = refused(plan)
     layout = plan.layout
     if layout.pp * layout.tp * layout.ep > 1 and model.arch not in ARCHITECTURES:
-        what = f"tp {layout.tp}, pp {layout.pp}, ep {layout.ep}, but nothing says how the parameters of {model.arch!r} are split"
+        what = (
+            f"tp {layout.tp}, pp {layout.pp}, ep {layout.ep}, but nothing says how the parameters of {model.arch!r} are split"
+        )
         return [*found, Finding("plan.layout", what, "Use tp: 1, pp: 1 and ep: 1 for models of your own")]
     found += expert_findings(model, layout.ep, layout.dp)
     if model.experts and layout.cp > 1:

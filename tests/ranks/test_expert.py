@@ -39,8 +39,8 @@ def test_who_shares_experts_with_whom():
 
 
 def collectives(favourite: int | None, layout: Layout) -> tuple[list[str], torch.Tensor, list[float], int]:
-    """On every rank: what it called in a step and on how many ranks, load by expert, losses, dropped. favourite: the expert that
-    all tokens choose first; the last one is chosen by none."""
+    """On every rank: what it called in a step and on how many ranks, load by expert, losses, dropped. favourite: the expert
+    that all tokens choose first; the last one is chosen by none."""
     called: list[str] = []
     case = case_of("moe", steps=2)
 
@@ -82,8 +82,6 @@ def test_a_planted_imbalance_changes_no_collective_and_loses_no_token(ranks, lay
         assert (load[:, 0] == total // 2).all() and not load[:, 7].any(), "all chose it, and none the last"
         assert (load.sum(1) == total).all() and dropped == 0
         assert losses == pytest.approx(at_home, rel=1e-12, abs=0)
-
-
 
 
 @pytest.mark.parametrize("layout", ["data", "ep2", "ep2-tp2", "ep2-pp2", "ep2-zero3"])

@@ -30,8 +30,8 @@ def test_operations_by_hand():
 
 
 def test_parameters_of_the_fullest_rank_by_hand():
-    # experts of a layer 6 * 6,144 = 36,864; the rest of it 12,288 + 384 + 2 norms of 64; ends 2 * 16,384 and the last norm of 64,
-    # which is taken to be spread over the layers
+    # experts of a layer 6 * 6,144 = 36,864; the rest of it 12,288 + 384 + 2 norms of 64; ends 2 * 16,384, and the last norm of
+    # 64, which is taken to be spread over the layers
     rest = 12_288 + 384 + 128 + 16
     assert rank_parameters(MODEL, "lm", Layout(dp_replicate=3, ep=3)) == RankParameters(
         4 * (rest + 12_288) + 32_768, 32_768, rest + 12_288, 4 * 12_288, 12_288

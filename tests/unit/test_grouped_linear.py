@@ -50,5 +50,7 @@ def test_the_kernel_of_torch_takes_what_we_give_it():
         pytest.skip(f"this build has no grouped product on a CPU: {error}")
     torch.testing.assert_close(out[:6], looped_linear(x, weight, ENDS)[:6])
     gradient = torch.randn(7, 24, dtype=torch.bfloat16)
-    torch.testing.assert_close(grouped_mm(gradient, weight, ends)[:6], looped_linear(gradient, weight.transpose(1, 2), ENDS)[:6])
+    torch.testing.assert_close(
+        grouped_mm(gradient, weight, ends)[:6], looped_linear(gradient, weight.transpose(1, 2), ENDS)[:6]
+    )
     torch.testing.assert_close(grouped_mm(gradient.t(), x, ends), looped_weight_gradient(gradient, x, ENDS))

@@ -60,7 +60,9 @@ def one_by_one(layer: MoE, x_BSD: torch.Tensor, real_BS: torch.Tensor, config: M
 
 # Mutations, each red: gates in the order of the sorted rows; the weights not made to sum to 1; the second matrix of the next
 # expert; padding sent to its experts.
-@pytest.mark.parametrize("changes", [{}, {"router_normalised": False, "experts_per_token": 3}, {"activation": "gelu", "moe_ffn": 17}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"router_normalised": False, "experts_per_token": 3}, {"activation": "gelu", "moe_ffn": 17}]
+)
 def test_a_layer_is_its_experts_token_by_token(changes):
     config = config_of(**changes)
     layer, x = layer_of(config), inputs().requires_grad_()
@@ -69,9 +71,7 @@ def test_a_layer_is_its_experts_token_by_token(changes):
     expected = one_by_one(layer, x, documents >= 0, config)
     out, routing = layer(x, documents)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    assert routing.load_BE.sum(1).tolist() == [7 * config.experts_per_token, 4 * config.experts_per_token] + [
-        7 * config.experts_per_token
-    ]
+    assert routing.load_BE.sum(1).tolist() == [real * config.experts_per_token for real in (7, 4, 7)]
     wanted = [x, *layer.router.parameters(), *layer.experts.parameters()]
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     for ours, theirs in zip(
@@ -198,7 +198,10 @@ def test_an_expert_has_values_of_its_own_whoever_holds_it():
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"experts": 0, "capacity": 1.5, "moe_ffn": 8}, r"model\.moe_ffn: 8 has no effect[\s\S]*model\.capacity: 1\.5 has no effect"),
+        (
+            {"experts": 0, "capacity": 1.5, "moe_ffn": 8},
+            r"model\.moe_ffn: 8 has no effect[\s\S]*model\.capacity: 1\.5 has no effect",
+        ),
         ({"experts": 3, "experts_per_token": 4}, "4 is more than the 3 experts"),
         ({"mlp_bias": True}, "experts have no biases"),
         ({"arch": "encoder", "positions": "learned"}, "only a decoder has a router"),

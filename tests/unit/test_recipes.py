@@ -72,7 +72,9 @@ def test_counts(name):
     assert parameter_count(config, task_of(config)) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ["debug", "debug-moe", "debug-encoder", "gpt2", "qwen3-0.6b", "roberta-base", "encoder-24x1024"])
+@pytest.mark.parametrize(
+    "name", ["debug", "debug-moe", "debug-encoder", "gpt2", "qwen3-0.6b", "roberta-base", "encoder-24x1024"]
+)
 @pytest.mark.parametrize("task", ["own", "classify"])
 @pytest.mark.parametrize("pooler", [True, False])
 def test_groups_equal_the_module(name, task, pooler):

@@ -45,15 +45,15 @@ __all__ = ["GatheredGradients", "GatheredParameters"]
 
 
 class GatheredPart(Part):
-    """This rank's piece of a bucket; `whole_weights` has memory from `gather` to `release` only. kept: the piece is all of it."""
+    """This rank's piece of a bucket; `whole_weights` has memory from `gather` to `release`. kept: the piece is all of it."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         slots = [slot for slot in self.group.slots if self.begin <= slot.start < self.end and slot.size]
         self.chunk = next((slot.unit[0] for slot in slots), 0)
         self.kept = self.shards is None and self.working.device == self.group.device
-        whole = torch.empty(self.end - self.begin, dtype=self.group.dtype, device=self.group.device)
-        self.whole_weights = self.working if self.kept else whole
+        whole = self.end - self.begin
+        self.whole_weights = self.working if self.kept else self.working.new_empty(whole, device=self.group.device)
         self._bytes = self.whole_weights.untyped_storage().nbytes()
         self.views = {id(s): self.whole_weights[s.start - self.begin :][: s.size].view(s.shape) for s in slots}
         self._work: dist.Work | None = None
@@ -78,8 +78,7 @@ class GatheredPart(Part):
         if self.shards is None:
             self.whole_weights.copy_(self.working, non_blocking=True)
             return
-        # from the host the piece comes on a stream of its own, behind what is queued now (it may still use that memory) and
-        # beside what is queued later: the block before the one that it is gathered for
+        # from the host it comes on a stream of its own, behind what is queued now and may use that memory, beside what is later
         devices.wait_stream(self.stream, None)
         with devices.use_stream(self.stream):
             piece = self.working.to(self.group.device, non_blocking=True)

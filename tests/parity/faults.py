@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.distributed.mesh import AxisGroups
-from meshwright.parallel import balance, engine, expert, links, norm, replicate, tensor, zero
+from meshwright.parallel import engine, expert, links, norm, replicate, tensor, zero
 from meshwright.spec.pipeline import RECEIVE_GRADIENT
 from meshwright.verify import cases
 from tests.parity.cells import LAYOUTS, Cell
@@ -206,12 +206,6 @@ def _rows_of_experts_lost() -> Any:
         return torch.cat((out[:-1], torch.zeros_like(out[-1:]))) if x.is_floating_point() and len(out) else out
 
     return mock.patch.object(expert, "exchange", lossy)
-
-
-def _balance_of_one_rank() -> Any:
-    """A rank moves its biases by the loads of its own rows."""
-    real = balance.Balance.of
-    return mock.patch.object(balance.Balance, "of", lambda model, data, stages: real(model, None, stages))
 
 
 def _balance_on_every_tensor_rank() -> Any:

@@ -26,8 +26,7 @@ EP2, EP4 = Layout(dp_replicate=2, ep=2), Layout(dp_shard=4, zero=1, ep=4)
 
 
 def test_who_shares_experts_with_whom():
-    # 8 data ranks as 2 x 4. Red when ep ranks are taken with a stride, and when replicas of a piece are looked for inside a
-    # dp_shard group.
+    # 8 data ranks as 2 x 4. Red when ep ranks are taken with a stride.
     rows = expert_rows(range(10, 18), 4, 2)
     assert rows["ep"] == [[10, 11], [12, 13], [14, 15], [16, 17]]
     assert rows["data"] == [[10, 12, 14, 16], [11, 13, 15, 17]]
@@ -70,8 +69,7 @@ def collectives(favourite: int | None, layout: Layout) -> tuple[list[str], torch
 
 @pytest.mark.parametrize("layout", [EP2, EP4], ids=["ep2", "ep4-zero1"])
 def test_a_planted_imbalance_changes_no_collective_and_loses_no_token(ranks, layout):
-    # Red when a rank that sends nothing leaves the exchange out (its peers then wait), and when an expert without a row is
-    # left out of `grouped_linear`'s backward (its gradient never comes, so that its bucket is reduced later).
+    # Red when rows that came are taken to lie by expert, then by rank.
     plain = ranks(layout.world).run(collectives, None, layout)
     planted = ranks(layout.world).run(collectives, 0, layout)
     assert [rank[0] for rank in plain] == [rank[0] for rank in planted]
@@ -86,8 +84,8 @@ def test_a_planted_imbalance_changes_no_collective_and_loses_no_token(ranks, lay
 
 @pytest.mark.parametrize("layout", ["data", "ep2", "ep2-tp2", "ep2-pp2", "ep2-zero3"])
 def test_biases_and_capacity_are_those_of_one_device(ranks, layout):
-    # Loads of 3 micro-steps and 2 or 4 data ranks move the biases, which are compared as weights are. Red when a rank moves
-    # them by its own loads, when a recomputed block counts twice, and when they move in front of the reduction.
+    # Loads of 3 micro-steps and 2 or 4 data ranks move the biases, which are compared as weights are; blocks are computed twice.
+    # Red when a rank moves them by its own loads.
     cell = Cell("moe-bias", layout, "1f1b" if "pp" in layout else "", accumulation=3, recompute="full")
     assert run_cell(ranks, cell).over(limits_of(cell)) == []
 
@@ -151,5 +149,5 @@ def out_of_step(layout: Layout) -> tuple[str | None, str | None]:
 
 
 def test_a_copy_of_an_expert_that_differs_is_named(ranks):
-    # Red when experts are compared over all data ranks (other experts differ), and when they are not compared at all.
+    # Red when experts are compared over all data ranks (other experts differ).
     assert ranks(4).run(out_of_step, Layout(dp_replicate=4, ep=2)) == [(None, "layers.1.mlp.experts.up")] * 4

@@ -22,7 +22,7 @@ MODEL = ModelConfig(layers=4, width=64, heads=4, kv_heads=2, ffn=128, moe_ffn=32
 
 def test_operations_by_hand():
     # a layer: q, out 64*64 each, k and v 64*32 each = 12,288; router 6*64 = 384; an expert 3*32*64 = 6,144, two of them
-    # Red when all six experts multiply, when the width is the dense one, and without the router.
+    # Red when all six experts multiply.
     layer = 12_288 + 384 + 2 * 6_144
     assert matmul_weights(MODEL) == MatmulWeights(blocks=4 * layer, head=256 * 64)
     assert flops_per_token(MODEL, 100) == 6 * (4 * layer + 256 * 64) + 12 * 4 * 64 * 50
@@ -77,7 +77,6 @@ def test_what_does_not_divide_is_named_with_the_nearest_that_does():
 
 
 def test_verify_deals_experts_in_every_way():
-    # Red when ep is left out, and when what does not divide the experts is tried.
     assert {layout.ep for layout in layouts(4)} == {1} and {layout.ep for layout in layouts(8, 6)} == {1, 2}
     assert {(layout.dp, layout.ep) for layout in layouts(4, 8)} >= {(4, 4), (4, 2), (2, 2)}
     tried = plans(4, Plan(), MODEL, "lm", 64, 8)

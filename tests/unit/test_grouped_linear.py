@@ -12,8 +12,7 @@ ENDS = torch.tensor([2, 2, 5, 6])
 """Four experts, one without a row; the last row of seven is nobody's."""
 
 
-# Red when the runs begin one expert late, when the foreign row is multiplied, and when the input's gradient takes the weight as
-# it lies.
+# Red when the foreign row goes to the last expert, and when the input's gradient takes the matrix of the expert before.
 def test_gradients_and_foreign_rows():
     x = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 5, 3, dtype=torch.float64, requires_grad=True)

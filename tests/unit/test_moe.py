@@ -58,8 +58,7 @@ def one_by_one(layer: MoE, x_BSD: torch.Tensor, real_BS: torch.Tensor, config: M
     return out
 
 
-# Mutations, each red: gates in the order of the sorted rows; the weights not made to sum to 1; the second matrix of the next
-# expert; padding sent to its experts.
+# Mutations, each red: results left in the order of the sorted rows; the weights not made to sum to 1; padding sent to experts.
 @pytest.mark.parametrize(
     "changes", [{}, {"router_normalised": False, "experts_per_token": 3}, {"activation": "gelu", "moe_ffn": 17}]
 )

@@ -84,7 +84,7 @@ def test_a_planted_imbalance_changes_no_collective_and_loses_no_token(ranks, lay
 
 @pytest.mark.parametrize("layout", ["data", "ep2", "ep2-tp2", "ep2-pp2", "ep2-zero3"])
 def test_biases_and_capacity_are_those_of_one_device(ranks, layout):
-    # Loads of 3 micro-steps and 2 or 4 data ranks move the biases, which are compared as weights are; blocks are computed twice.
+    # Loads of 3 micro-steps and 2 or 4 data ranks move the biases, which are compared as weights are; blocks run twice.
     # Red when a rank moves them by its own loads.
     cell = Cell("moe-bias", layout, "1f1b" if "pp" in layout else "", accumulation=3, recompute="full")
     assert run_cell(ranks, cell).over(limits_of(cell)) == []

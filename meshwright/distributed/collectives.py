@@ -6,7 +6,7 @@
     scatter_sum         reduce-scatter along `dim`     all-gather
     all_sum             all-reduce                     identity
     copy                identity                       all-reduce
-    exchange            rows to the ranks they are for  the same backwards
+    deal                rows to the ranks they are for the same backwards
 
 An operator cannot take a process group, so a group goes by a key: `register_group` gives one. The registry belongs to the
 process as the operators do; keys never repeat, hence meshes beside each other do not meet. What is registered stays.
@@ -26,7 +26,7 @@ from meshwright.compat import all_gather_single, reduce_scatter_single
 __all__ = [
     "all_sum",
     "copy",
-    "exchange",
+    "deal",
     "gather",
     "gather_alike",
     "gather_uneven",
@@ -104,8 +104,8 @@ def all_sum(x: torch.Tensor, key: str) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("meshwright::exchange", mutates_args=())
-def exchange(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> torch.Tensor:
+@torch.library.custom_op("meshwright::deal", mutates_args=())
+def deal(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> torch.Tensor:
     """The first send[0] rows of x [n, ...] go to rank 0, the next send[1] to rank 1, ...; what the ranks sent here, in their
     order: [sum(receive), ...]. Any count may be 0; every rank takes part all the same. Integers are not differentiated."""
     out = x.new_empty((sum(receive), *x.shape[1:]))
@@ -113,7 +113,7 @@ def exchange(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> 
     return out
 
 
-@exchange.register_fake
+@deal.register_fake
 def _(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> torch.Tensor:
     return x.new_empty((sum(receive), *x.shape[1:]))
 
@@ -166,8 +166,8 @@ def _remember_counts(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
     _, ctx.send, ctx.receive, ctx.key = inputs
 
 
-exchange.register_autograd(
-    lambda ctx, grad: (exchange(grad, ctx.receive, ctx.send, ctx.key), None, None, None),
+deal.register_autograd(
+    lambda ctx, grad: (deal(grad, ctx.receive, ctx.send, ctx.key), None, None, None),
     setup_context=_remember_counts,
 )
 all_sum.register_autograd(lambda ctx, grad: (grad, None))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.distributed.collectives import exchange, register_group
+from meshwright.distributed.collectives import deal, register_group
 from meshwright.distributed.mesh import DATA_AXES, subgroup
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.layers import Layer
@@ -89,16 +89,16 @@ class ExchangedExperts(Experts):
         """As `Experts.forward`; x is sorted by expert, hence by rank."""
         ranks, here = self.ranks, self.up.shape[0]
         counts_RL = counts_E.view(ranks, here)
-        coming_RL = exchange(counts_E, [here] * ranks, [here] * ranks, self.key).view(ranks, here)
+        coming_RL = deal(counts_E, [here] * ranks, [here] * ranks, self.key).view(ranks, here)
         send, receive = torch.stack((counts_RL.sum(1), coming_RL.sum(1))).tolist()
-        arrived = exchange(x_TD[: sum(send)], send, receive, self.key)
+        arrived = deal(x_TD[: sum(send)], send, receive, self.key)
         # they come by rank, and by expert from each
         expert = torch.arange(here, device=x_TD.device).repeat(ranks)
         expert = expert.repeat_interleave(coming_RL.flatten(), output_size=sum(receive))
         order = expert.argsort(stable=True)
         inverse = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=order.device))
         y = self.compute(Rows.apply(arrived, order, inverse, 1), coming_RL.sum(0).cumsum(0))
-        back = exchange(Rows.apply(y, inverse, order, 1), receive, send, self.key)
+        back = deal(Rows.apply(y, inverse, order, 1), receive, send, self.key)
         return F.pad(back, (0, 0, 0, x_TD.shape[0] - back.shape[0]))
 
 

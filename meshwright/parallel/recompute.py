@@ -41,7 +41,7 @@ KEPT = frozenset(
         "meshwright::all_sum",
         "meshwright::scatter_sum",
         "meshwright::grouped_linear",
-        "meshwright::exchange",
+        "meshwright::deal",
     }
 )
 """Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators, and

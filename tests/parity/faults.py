@@ -199,13 +199,13 @@ def _every_rank_counts_all_experts() -> Any:
 
 def _rows_of_experts_lost() -> Any:
     """The last row that a rank sends to another comes back as zeros."""
-    real = expert.exchange
+    real = expert.deal
 
     def lossy(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> torch.Tensor:
         out = real(x, send, receive, key)
         return torch.cat((out[:-1], torch.zeros_like(out[-1:]))) if x.is_floating_point() and len(out) else out
 
-    return mock.patch.object(expert, "exchange", lossy)
+    return mock.patch.object(expert, "deal", lossy)
 
 
 def _balance_on_every_tensor_rank() -> Any:

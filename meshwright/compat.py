@@ -5,11 +5,23 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "flash_backward", "flash_forward", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "flash_backward", "flash_forward", "grouped_mm", "reduce_scatter_single"]
 
 # torch 2.13 renames these two collectives and warns about the old names; older releases know the old names only
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# public as torch.nn.functional.grouped_mm from 2.10 on in some builds, else by its private name
+_grouped = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+
+
+def grouped_mm(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Matrix products of groups whose borders only the device knows. ends: int32 [G], where each group ends.
+
+    a [T, K], b [G, K, N] -> [T, N], a group's rows times its matrix; a [M, T], b [T, N] -> [G, M, N], summed over the group.
+    """
+    return _grouped(a, b, offs=ends)
 
 
 def all_gather_single(

@@ -91,6 +91,26 @@ class ModelConfig(Section):
     mlp_bias: bool = Field(False, description="Biases of the feed-forward layer.")
     qk_norm: bool = Field(False, description="RMS norm over each head of queries and keys (Qwen 3).")
     sliding_window: Count | None = Field(None, description="Keys each query sees, itself included.")
+    experts: Natural = Field(
+        0, description="Experts of every feed-forward layer, among which a router chooses; 0: one for all."
+    )
+    experts_per_token: Count = Field(2, description="Experts that a token goes to.")
+    moe_ffn: Count | None = Field(None, description="Width of one expert; default: ffn.")
+    router_normalised: bool = Field(
+        True, description="The weights of a token's experts sum to 1 (Mixtral; norm_topk_prob of Qwen 3)."
+    )
+    balance: Literal["loss", "bias", "none"] = Field(
+        "loss",
+        description="loss: a row whose tokens crowd into few experts costs more; bias: a bias an expert steers the choice, "
+        "without a loss; none.",
+    )
+    balance_coefficient: NonNegative = Field(0.001, description="loss: its weight; bias: how far it moves a step.")
+    router_z_loss: NonNegative = Field(0.0, description="Weight of logsumexp(router logits)^2.")
+    capacity: Positive | None = Field(
+        None,
+        description="Tokens of a row that an expert takes, over their even share; others pass it by and are counted. "
+        "Default: no limit, no token is dropped.",
+    )
     tied: bool = Field(False, description="Output matrix is the embedding matrix.")
     head_bias: bool = Field(False, description="Bias of the output matrix, one value a token of the vocabulary.")
     head_transform: bool = Field(False, description="Dense, activation and norm before the output matrix (BERT's MLM head).")

@@ -7,6 +7,7 @@
     exchange            all-to-all                     all-to-all back
     all_sum             all-reduce                     identity
     copy                identity                       all-reduce
+    deal                rows to the ranks they are for the same backwards
 
 An operator cannot take a process group, so a group goes by a key: `register_group` gives one. The registry belongs to the
 process as the operators do; keys never repeat, hence meshes beside each other do not meet. What is registered stays.
@@ -26,6 +27,7 @@ from meshwright.compat import all_gather_single, reduce_scatter_single
 __all__ = [
     "all_sum",
     "copy",
+    "deal",
     "exchange",
     "gather",
     "gather_alike",
@@ -115,6 +117,20 @@ def exchange(x: torch.Tensor, split: int, join: int, key: str) -> torch.Tensor:
     return out.movedim(0, join).flatten(join, join + 1).contiguous()
 
 
+@torch.library.custom_op("meshwright::deal", mutates_args=())
+def deal(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> torch.Tensor:
+    """The first send[0] rows of x [n, ...] go to rank 0, the next send[1] to rank 1, ...; what the ranks sent here, in their
+    order: [sum(receive), ...]. Any count may be 0; every rank takes part all the same. Integers are not differentiated."""
+    out = x.new_empty((sum(receive), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=_groups[key])
+    return out
+
+
+@deal.register_fake
+def _(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> torch.Tensor:
+    return x.new_empty((sum(receive), *x.shape[1:]))
+
+
 @gather.register_fake
 def _(x: torch.Tensor, dim: int, key: str) -> torch.Tensor:
     return x.new_empty(_grown(x, dim, _groups[key].size()))
@@ -173,6 +189,16 @@ def _remember_dims(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 exchange.register_autograd(
     lambda ctx, grad: (exchange(grad, ctx.join, ctx.split, ctx.key), None, None, None),
     setup_context=_remember_dims,
+)
+
+
+def _remember_counts(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.send, ctx.receive, ctx.key = inputs
+
+
+deal.register_autograd(
+    lambda ctx, grad: (deal(grad, ctx.receive, ctx.send, ctx.key), None, None, None),
+    setup_context=_remember_counts,
 )
 all_sum.register_autograd(lambda ctx, grad: (grad, None))
 

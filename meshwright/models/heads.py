@@ -12,7 +12,8 @@ from torch import nn
 
 from meshwright.config.schema import ModelConfig
 from meshwright.kernels.cross_entropy import linear_cross_entropy
-from meshwright.models.layers import activation, make_norm
+from meshwright.models.activations import activation
+from meshwright.models.layers import make_norm
 
 __all__ = ["LanguageHead", "LossParts", "linear_loss", "select_positions"]
 
@@ -23,11 +24,13 @@ class LossParts(NamedTuple):
     loss_sum  scalar in at least fp32, differentiable: cross-entropy and the z term
     z_sum     scalar, the z term alone, detached
     correct   int64 scalar: targets whose logit is the largest
+    balance_sum  scalar, differentiable: what is learned beside the loss, times the targets of each row; None: nothing
     """
 
     loss_sum: torch.Tensor
     z_sum: torch.Tensor
     correct: torch.Tensor
+    balance_sum: torch.Tensor | None = None
 
 
 def select_positions(x_BSD: torch.Tensor, select_BK: torch.Tensor | None) -> torch.Tensor:

@@ -32,9 +32,19 @@ class HfConfig:
     notes: tuple[str, ...] = ()
 
 
-_WINDOWED = ("qwen2", "qwen3")
+_WINDOWED = ("qwen2", "qwen3", "qwen3_moe")
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
-_TRAINING_ONLY = frozenset({"dropout", "attention_dropout", "head_dropout", "init_std", "init_depth_scaled"})
+_TRAINING_ONLY = frozenset(
+    {
+        "dropout",
+        "attention_dropout",
+        "head_dropout",
+        "init_std",
+        "init_depth_scaled",
+        "balance_coefficient",
+        "router_z_loss",
+    }
+)
 _UNSEEN = frozenset({"recipe", "options", *_TRAINING_ONLY})
 
 
@@ -242,6 +252,8 @@ def _write(config: ModelConfig, task: str, name: str, kept: Mapping[str, Any]) -
         raw["use_sliding_window"] = config.sliding_window is not None
         raw["sliding_window"], raw["max_window_layers"] = config.sliding_window, 0 if config.sliding_window else config.layers
         raw["layer_types"] = [kind] * config.layers
+    if config.experts:  # a family that has no dense layers has one name for the width
+        raw["moe_intermediate_size" if "moe_ffn" in family.fields else "intermediate_size"] = config.moe_ffn or config.ffn
     if name == "gpt2":
         raw["embd_pdrop"] = config.dropout
     if name == "roberta":
@@ -260,6 +272,10 @@ def _plain(config: ModelConfig, task: str) -> dict[str, Any]:
     values = config.model_dump()
     values["kv_heads"] = config.kv_heads or config.heads
     values["head_dim"] = config.head_dim or config.width // config.heads
+    values["moe_ffn"] = (config.moe_ffn or config.ffn) if config.experts else None
+    if config.experts:
+        values["ffn"] = None  # no dense layer has it
+    values["balance"] = "bias" if config.balance == "bias" else "loss"  # that of a loss, or of none, is no part of inference
     scaling = config.rope_scaling or RopeScaling()
     values["rope_scaling"] = None if scaling.rope_type == "default" else scaling.model_dump()
     if scaling.rope_type == "dynamic":  # its stretch begins where the original length ends, which theirs calls max_len

@@ -66,8 +66,20 @@ _SILU = ("hidden_act", {"silu": "swiglu", "swish": "swiglu"})
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
-def _rope_family(name: str, fields: dict[str, str], defaults: dict[str, Any], constants: dict[str, Any]) -> Family:
-    fixed = {**_NOT_OURS, "partial_rotary_factor": (1.0, None), "pretraining_tp": (1,)}
+_ROUTED = {"experts_per_token": "num_experts_per_tok", "balance_coefficient": "router_aux_loss_coef"}
+_ROUTED_DEFAULTS = {"router_aux_loss_coef": 0.001}
+"""Their balance loss is of a whole micro-batch, ours of a row: the same at the optimum, and no part of inference."""
+
+
+def _rope_family(
+    name: str,
+    fields: dict[str, str],
+    defaults: dict[str, Any],
+    constants: dict[str, Any],
+    special: dict[str, tuple[Any, ...]] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Family:
+    fixed = {**_NOT_OURS, "partial_rotary_factor": (1.0, None), "pretraining_tp": (1,), **(special or {})}
     return Family(
         tasks={"lm": f"{name}ForCausalLM"},
         fields={**_ROPE_FIELDS, **fields},
@@ -75,6 +87,7 @@ def _rope_family(name: str, fields: dict[str, str], defaults: dict[str, Any], co
         constants={**_ROPE_CONSTANTS, **constants},
         fixed=fixed,
         activation=_SILU,
+        aliases=aliases or {},
     )
 
 
@@ -144,6 +157,45 @@ FAMILIES: Mapping[str, Family] = {
         {"qkv_bias": "attention_bias", "attention_bias": "attention_bias"},
         {"attention_bias": False, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
         {"qk_norm": True},
+    ),
+    "mixtral": _rope_family(
+        "Mixtral",
+        {**_ROUTED, "experts": "num_local_experts", "sliding_window": "sliding_window"},
+        {
+            **_ROUTED_DEFAULTS,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "sliding_window": None,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+        },
+        {"router_normalised": True, "balance": "loss"},
+        {"router_jitter_noise": (0.0,)},
+    ),
+    "qwen3_moe": _rope_family(
+        "Qwen3Moe",
+        {
+            **_ROUTED,
+            "experts": "num_experts",
+            "moe_ffn": "moe_intermediate_size",
+            "router_normalised": "norm_topk_prob",
+            "qkv_bias": "attention_bias",
+            "attention_bias": "attention_bias",
+        },
+        {
+            **_ROUTED_DEFAULTS,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": False,
+            "attention_bias": False,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+        },
+        {"qk_norm": True, "balance": "loss"},
+        {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        {"num_local_experts": "num_experts"},  # as transformers 5 writes it
     ),
     "gpt2": Family(
         tasks={"lm": "GPT2LMHeadModel"},
@@ -215,6 +267,7 @@ SILENT = frozenset(
         "_name_or_path",
         "chunk_size_feed_forward",
         "gradient_checkpointing",
+        "output_router_logits",
         "task_specific_params",
         "summary_type",
         "summary_use_proj",

@@ -11,6 +11,8 @@ from meshwright.errors import Finding
 __all__ = ["read_rope", "write_rope"]
 
 _DEFAULT_THETA = 10000.0
+_THETAS = {"mixtral": 1e6}
+"""Of families that have another default."""
 _USED: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -49,7 +51,7 @@ def read_rope(raw: Mapping[str, Any], where: str, values: dict[str, Any], findin
         findings.append(
             Finding(f"{where}: rope_theta", f"{raw['rope_theta']} here, {block['rope_theta']} in {key}", "Keep one")
         )
-    values["rope_theta"] = thetas.pop() if thetas else _DEFAULT_THETA
+    values["rope_theta"] = thetas.pop() if thetas else _THETAS.get(str(raw.get("model_type")), _DEFAULT_THETA)
     if (block.get("partial_rotary_factor") or 1.0) != 1.0:
         findings.append(
             Finding(

@@ -6,6 +6,7 @@ Our fused parameters interleave their parts by groups (`spec.parameters.Fused`);
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ class Piece:
 
     start, rows  of their tensor, once it is transposed if it is
     part         name inside of our fused parameter, or None where the whole is one
+    expert       of our parameter of all experts; None where it is of no experts
     """
 
     theirs: str
@@ -35,6 +37,7 @@ class Piece:
     rows: int
     part: str | None = None
     transposed: bool = False
+    expert: int | None = None
 
 
 _LLAMA = {
@@ -88,14 +91,37 @@ _ROBERTA = {
     "pooler": ("classifier.dense",),
     "classifier": ("classifier.out_proj",),
 }
+_MIXTRAL = {
+    **_LLAMA,
+    "layers.#.mlp.router": ("model.layers.#.block_sparse_moe.gate",),
+    "layers.#.mlp.experts.up": (
+        "model.layers.#.block_sparse_moe.experts.@.w1",
+        "model.layers.#.block_sparse_moe.experts.@.w3",
+    ),
+    "layers.#.mlp.experts.down": ("model.layers.#.block_sparse_moe.experts.@.w2",),
+}
+_QWEN3_MOE = {
+    **_LLAMA,
+    "layers.#.mlp.router": ("model.layers.#.mlp.gate",),
+    "layers.#.mlp.experts.up": (
+        "model.layers.#.mlp.experts.@.gate_proj",
+        "model.layers.#.mlp.experts.@.up_proj",
+    ),
+    "layers.#.mlp.experts.down": ("model.layers.#.mlp.experts.@.down_proj",),
+}
 _MODULES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    "mixtral": _MIXTRAL,
+    "qwen3_moe": _QWEN3_MOE,
     "gpt2": _GPT2,
     "bert": _BERT,
     "ernie": _BERT,
     "roberta": _ROBERTA,
 }
-_BASE = {**dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), "model"), "gpt2": "transformer"}
+_BASE = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"), "model"),
+    "gpt2": "transformer",
+}
 """Prefix of the headless model; a file saved from that one lacks it. Encoders are called by their model_type."""
 _SECOND_BIAS = {"cls.predictions.decoder.bias": "cls.predictions.bias", "lm_head.decoder.bias": "lm_head.bias"}
 """Output bias as the forward pass reads it -> the parameter that it is tied to, and saved as, where the matrix is tied."""
@@ -119,8 +145,7 @@ class WeightMap:
         """Every tensor that an export has, in the order of our parameters."""
         shapes = {}
         for theirs, pieces in self._by_theirs.items():
-            tail = self.shapes[pieces[0].ours][1:]
-            shape = (sum(piece.rows for piece in pieces), *tail)
+            shape = self._rows_shape(theirs)
             shapes[self._saved_name(theirs)] = shape[::-1] if pieces[0].transposed else shape
             if theirs in _SECOND_BIAS and not self.tied:
                 shapes[_SECOND_BIAS[theirs]] = shape
@@ -130,11 +155,14 @@ class WeightMap:
         return _SECOND_BIAS.get(theirs, theirs) if self.tied else theirs
 
     def export(self, ours: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Their tensors, one after the other, from ours by name."""
+        """Their tensors, one after the other, from ours by name; the same one is asked for once while it is needed."""
+        take = functools.lru_cache(maxsize=1)(ours)
         for theirs, pieces in self._by_theirs.items():
             parts = []
             for piece in pieces:
-                tensor = ours(piece.ours)
+                tensor = take(piece.ours)
+                if piece.expert is not None:
+                    tensor = tensor[piece.expert]
                 if piece.part is None:
                     parts.append(tensor)
                 else:
@@ -150,17 +178,18 @@ class WeightMap:
         """Our parameters, one after the other. `check` has passed."""
         names = self._find(shards.names())
         for ours, pieces in self._by_ours.items():
-            if len(pieces) == 1 and pieces[0].part is None:
+            if len(pieces) == 1 and pieces[0].part is None and pieces[0].expert is None:
                 yield ours, _rows(shards.get(names[pieces[0].theirs]), pieces[0]).contiguous()
                 continue
             whole: torch.Tensor | None = None
             for piece in pieces:
-                assert piece.part is not None
                 rows = _rows(shards.get(names[piece.theirs]), piece)
                 if whole is None:
                     whole = rows.new_empty(self.shapes[ours])
-                for source, target in self._fused(ours).slices(piece.part):
-                    whole[target] = rows[source]
+                block = whole if piece.expert is None else whole[piece.expert]
+                every = [(slice(None), slice(None))]
+                for source, target in every if piece.part is None else self._fused(ours).slices(piece.part):
+                    block[target] = rows[source]
             assert whole is not None
             yield ours, whole
 
@@ -221,9 +250,13 @@ class WeightMap:
         return f"{_MODULES[self.family]['head'][0]}.weight"
 
     def _their_shape(self, theirs: str) -> tuple[int, ...]:
+        shape = self._rows_shape(theirs)
+        return shape[::-1] if self._by_theirs[theirs][0].transposed else shape
+
+    def _rows_shape(self, theirs: str) -> tuple[int, ...]:
         pieces = self._by_theirs[theirs]
-        shape = (sum(piece.rows for piece in pieces), *self.shapes[pieces[0].ours][1:])
-        return shape[::-1] if pieces[0].transposed else shape
+        tail = self.shapes[pieces[0].ours][1:] if pieces[0].expert is None else self.shapes[pieces[0].ours][2:]
+        return (sum(piece.rows for piece in pieces), *tail)
 
     def _find(self, present: frozenset[str]) -> dict[str, str]:
         """Their name -> its spelling in the file: headless files lack the prefix, old norms have gamma and beta."""
@@ -256,15 +289,19 @@ def weight_map(model: nn.Module, family: str, task: str, tied: bool) -> WeightMa
     for name, parameter in model.named_parameters():
         shapes[name] = tuple(parameter.shape)
         module, _, leaf = name.rpartition(".")
+        rule = table.rule(name)
+        if rule.experts:
+            module, leaf = name, "weight"
         layer = re.search(r"\d+", module)
         theirs = [t.replace("#", layer[0] if layer else "").replace("*", family) for t in modules[re.sub(r"\d+", "#", module)]]
-        fused = table.rule(name).fused
+        fused = rule.fused
         offsets: dict[str, int] = defaultdict(int)
-        for index, base in enumerate(theirs):
-            full = f"{base}.{leaf}"
-            part = fused.parts[index] if fused else None
-            rows = part.rows * fused.groups if fused and part else parameter.shape[0]
-            transposed = family == "gpt2" and _GPT2_TRANSPOSED.search(full) is not None
-            pieces.append(Piece(full, name, offsets[full], rows, part.name if part else None, transposed))
-            offsets[full] += rows
+        for expert in range(parameter.shape[0]) if rule.experts else (None,):
+            for index, base in enumerate(theirs):
+                full = f"{base}.{leaf}" if expert is None else f"{base}.{leaf}".replace("@", str(expert))
+                part = fused.parts[index] if fused else None
+                rows = part.rows * fused.groups if fused and part else parameter.shape[0 if expert is None else 1]
+                transposed = family == "gpt2" and _GPT2_TRANSPOSED.search(full) is not None
+                pieces.append(Piece(full, name, offsets[full], rows, part.name if part else None, transposed, expert))
+                offsets[full] += rows
     return WeightMap(family, tied and task != "classify", shapes, pieces, table)

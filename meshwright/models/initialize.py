@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError, Finding
 from meshwright.spec.box import Box
-from meshwright.spec.model_table import logical_name
+from meshwright.spec.model_table import expert_name, logical_name
 from meshwright.spec.parameters import Rule, Table
 from meshwright.spec.placement import Placement
 
@@ -104,6 +105,10 @@ def fill(rule: Rule, name: str, shape: Sequence[int], rows: slice | None, seed: 
         return torch.zeros(wanted)
     if rule.init != "normal":
         raise ValueError(f"{name}: no values can be drawn for init {rule.init!r}")
+    if rule.experts:
+        one = replace(rule, experts=False)
+        each = [fill(one, expert_name(name, expert), shape[1:], None, seed) for expert in range(start, start + wanted[0])]
+        return torch.stack(each) if each else torch.empty(wanted)
     draw = _scaled_rows if rule.fused is None else _fused_rows
     return draw(rule, name, math.prod(shape[1:]), start, start + wanted[0], seed).view(wanted)
 
@@ -214,7 +219,7 @@ def _fill_block(tensor: torch.Tensor, rule: Rule, placement: Placement, seed: in
         tensor.copy_(fill(rule, name, (1,), None, seed)[0])
         return
     inner = box.inside(Box.whole(shape))[1:]
-    unit = _BLOCK_ROWS if rule.fused is None else rule.fused.group_rows
+    unit = 1 if rule.experts else _BLOCK_ROWS if rule.fused is None else rule.fused.group_rows
     rows = max(1, _CHUNK_VALUES // max(1, math.prod(shape[1:])) // unit) * unit
     for start in range(0, box.shape[0], rows):
         stop = min(start + rows, box.shape[0])

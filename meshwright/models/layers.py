@@ -13,15 +13,16 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from meshwright.config.schema import ModelConfig
 from meshwright.kernels.dropout import dropout
+from meshwright.models.activations import activation, gated
 from meshwright.models.attention import attention
+from meshwright.models.moe import MoE, Routing
 from meshwright.models.rope import rotate
 
-__all__ = ["MLP", "Attention", "Layer", "activation", "layer_keys", "make_norm"]
+__all__ = ["MLP", "Attention", "Layer", "layer_keys", "make_norm"]
 
 _LAYER_KEY = 0x3C6EF35F
 """Odd, so that the keys of a token differ in all layers."""
@@ -45,18 +46,6 @@ def make_norm(config: ModelConfig, width: int, dtype: torch.dtype, *, rms: bool 
     if config.norm == "rms" if rms is None else rms:
         return nn.RMSNorm(width, eps=config.norm_eps, device="meta", dtype=dtype)
     return nn.LayerNorm(width, eps=config.norm_eps, device="meta", dtype=dtype)
-
-
-def activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Function of one tensor. gelu is exact (erf), gelu_tanh the approximation of GPT-2; swiglu gates with silu."""
-    if name == "gelu_tanh":
-        return _gelu_tanh
-    plain: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"swiglu": F.silu, "gelu": F.gelu, "relu": F.relu}
-    return plain[name]
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
 
 
 class Attention(nn.Module):
@@ -112,18 +101,14 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype):
         super().__init__()
-        gated = config.activation == "swiglu"
-        self.gate_rows = math.gcd(config.ffn, 16) if gated else 0
+        has_gate = config.activation == "swiglu"
+        self.gate_rows = math.gcd(config.ffn, 16) if has_gate else 0
         self.activation = activation(config.activation)
-        self.up = nn.Linear(config.width, config.ffn * (2 if gated else 1), bias=config.mlp_bias, device="meta", dtype=dtype)
+        self.up = nn.Linear(config.width, config.ffn * (2 if has_gate else 1), bias=config.mlp_bias, device="meta", dtype=dtype)
         self.down = nn.Linear(config.ffn, config.width, bias=config.mlp_bias, device="meta", dtype=dtype)
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
-        x_BSF = self.up(x_BSD)
-        if self.gate_rows:
-            gate, value = x_BSF.unflatten(-1, (-1, 2, self.gate_rows)).unbind(-2)
-            return self.down((self.activation(gate) * value).flatten(-2))
-        return self.down(self.activation(x_BSF))
+        return self.down(gated(self.up(x_BSD), self.activation, self.gate_rows))
 
 
 class Layer(nn.Module):
@@ -136,7 +121,7 @@ class Layer(nn.Module):
         self.attention_norm = make_norm(config, config.width, dtype)
         self.attention = Attention(config, dtype, causal=causal)
         self.mlp_norm = make_norm(config, config.width, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = MoE(config, dtype) if config.experts else MLP(config, dtype)
 
     def forward(
         self,
@@ -146,13 +131,20 @@ class Layer(nn.Module):
         documents_BS: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
         key_BS: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """key_BS: from `layer_keys`; None means no dropout of any kind."""
+    ) -> torch.Tensor | tuple[torch.Tensor, Routing]:
+        """key_BS: from `layer_keys`; None means no dropout of any kind. Hidden states, and of experts how they were chosen."""
         context = (cos, sin, documents_BS, cu_seqlens, key_BS)
         if self.post:
             branch = self.attention(x_BSD, *context)
             x_BSD = self.attention_norm(x_BSD + dropout(branch, key_BS, ATTENTION_SITE, self.dropout))
-            return self.mlp_norm(x_BSD + dropout(self.mlp(x_BSD), key_BS, MLP_SITE, self.dropout))
+            branch, routing = self._feed_forward(x_BSD, documents_BS)
+            x_BSD = self.mlp_norm(x_BSD + dropout(branch, key_BS, MLP_SITE, self.dropout))
+            return x_BSD if routing is None else (x_BSD, routing)
         branch = self.attention(self.attention_norm(x_BSD), *context)
         x_BSD = x_BSD + dropout(branch, key_BS, ATTENTION_SITE, self.dropout)
-        return x_BSD + dropout(self.mlp(self.mlp_norm(x_BSD)), key_BS, MLP_SITE, self.dropout)
+        branch, routing = self._feed_forward(self.mlp_norm(x_BSD), documents_BS)
+        x_BSD = x_BSD + dropout(branch, key_BS, MLP_SITE, self.dropout)
+        return x_BSD if routing is None else (x_BSD, routing)
+
+    def _feed_forward(self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None) -> tuple[torch.Tensor, Routing | None]:
+        return self.mlp(x_BSD, documents_BS) if isinstance(self.mlp, MoE) else (self.mlp(x_BSD), None)

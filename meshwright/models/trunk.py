@@ -5,6 +5,8 @@ Shapes: B rows, S positions, K selected positions, D width, V vocabulary, C clas
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
@@ -12,10 +14,19 @@ from meshwright.config.schema import ModelConfig
 from meshwright.kernels.dropout import dropout
 from meshwright.models.heads import LanguageHead, LossParts, linear_loss
 from meshwright.models.layers import CLASSIFIER_SITE, EMBEDDING_SITE, Layer, layer_keys, make_norm
+from meshwright.models.moe import MoE, Routing
 from meshwright.models.rope import RopeTable
+from meshwright.spec.labels import IGNORE
 from meshwright.spec.model_table import model_table
 
-__all__ = ["Trunk"]
+__all__ = ["Hidden", "Trunk"]
+
+
+class Hidden(NamedTuple):
+    """What the layers before the last one leave: hidden states [B, S, D], and `LossParts.balance_sum` of these layers."""
+
+    x_BSD: torch.Tensor
+    balance_sum: torch.Tensor | None
 
 
 class Trunk(nn.Module):
@@ -83,15 +94,33 @@ class Trunk(nn.Module):
         cu_seqlens: torch.Tensor | None,
         positions_BS: torch.Tensor | None,
         key_BS: torch.Tensor | None,
+        routings: list[tuple[MoE, Routing]] | None = None,
     ) -> torch.Tensor:
-        """Hidden states after the layers [span[0], span[1]), [B, S, D]."""
+        """Hidden states after the layers [span[0], span[1]), [B, S, D]. routings: takes how experts were chosen in each."""
         cos, sin = None, None
         if self.rope is not None:
             wide = torch.promote_types(x_BSD.dtype, torch.float32)
             cos, sin = self.rope(tokens_BS.shape[1], positions_BS, x_BSD.device, wide)
         for index in range(*span):
-            x_BSD = self.layers[index](x_BSD, cos, sin, documents_BS, cu_seqlens, layer_keys(key_BS, index))
+            output = self.layers[index](x_BSD, cos, sin, documents_BS, cu_seqlens, layer_keys(key_BS, index))
+            x_BSD = output[0] if self.config.experts else output
+            if self.config.experts and routings is not None:
+                routings.append((self.layers[index].mlp, output[1]))  # type: ignore[arg-type]  # of experts
         return x_BSD
+
+    def balance(self, routings: list[tuple[MoE, Routing]], labels: torch.Tensor | None) -> torch.Tensor | None:
+        """Balance terms of all rows, each times the targets of its row, so that a step divides them as it does the loss: their
+        mean over rows, weighed by targets. Notes the load of the rows that have some. None where nothing is learned."""
+        if labels is None or not routings or not torch.is_grad_enabled():
+            return None
+        targets_B = (labels.reshape(labels.shape[0], -1) != IGNORE).sum(1)
+        total: torch.Tensor | None = None
+        for moe, routing in routings:
+            moe.note(routing, targets_B > 0)
+            if routing.balance_B is not None:
+                term = (routing.balance_B * targets_B).sum()
+                total = term if total is None else total + term
+        return total
 
     def pooled(self, x_BSD: torch.Tensor, documents_BS: torch.Tensor | None) -> torch.Tensor:
         """The position that stands for a row: the first, or the last real one where a position sees only its left."""
@@ -136,7 +165,7 @@ class Trunk(nn.Module):
         z_loss: float = 0.0,
         hidden: torch.Tensor | None = None,
         span: tuple[int, int] | None = None,
-    ) -> torch.Tensor | LossParts:
+    ) -> torch.Tensor | LossParts | Hidden:
         """Logits, or with `labels` the sums that make the loss. Tensors as in `data.batch.Batch`.
 
         tokens       int64 [B, S]
@@ -146,15 +175,20 @@ class Trunk(nn.Module):
         span         layers [first, stop) to run; None: all. The embedding comes before the first, norm and head after the last
         hidden       [B, S, D] what the layer before the span gave; needed where the span does not begin at 0
         Returns      logits [B, S or K, V] ([B, C] for classification) in the weights' dtype, or `LossParts`; for a span that
-                     ends before the last layer the hidden states [B, S, D] (of the positions that are here)
+                     ends before the last layer the hidden states [B, S, D] (of the positions that are here); with experts
+                     `Hidden`
         """
         first, stop = span or (0, len(self.layers))
         key_BS = None if dropout_key is None else self.split(dropout_key)
         x_BSD = self.embed(tokens, positions, key_BS) if hidden is None else hidden
-        x_BSD = self.run_layers(x_BSD, (first, stop), tokens, documents, cu_seqlens, positions, key_BS)
+        routings: list[tuple[MoE, Routing]] = []
+        x_BSD = self.run_layers(x_BSD, (first, stop), tokens, documents, cu_seqlens, positions, key_BS, routings)
+        balance = self.balance(routings, labels)
         if stop < len(self.layers):
-            return x_BSD
+            return Hidden(x_BSD, balance) if self.config.experts else x_BSD
         x_BSD = self.merge(x_BSD if self.norm is None else self.norm(x_BSD))
         if self.task == "classify":
-            return self.classify(x_BSD, documents, labels, dropout_key, smoothing, z_loss)
-        return self.head(x_BSD, select, labels, smoothing, z_loss)
+            output = self.classify(x_BSD, documents, labels, dropout_key, smoothing, z_loss)
+        else:
+            output = self.head(x_BSD, select, labels, smoothing, z_loss)
+        return output if balance is None else output._replace(balance_sum=balance)  # type: ignore[union-attr]  # has labels

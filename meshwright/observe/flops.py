@@ -25,6 +25,7 @@ import torch
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed import device as devices
 from meshwright.plan.hardware import lookup
+from meshwright.spec.counts import expert_parameters
 
 __all__ = [
     "MatmulWeights",
@@ -44,7 +45,8 @@ _DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16,
 
 @dataclass(frozen=True)
 class MatmulWeights:
-    """Weights (biases are none) that multiply: `blocks` every token, `head` every position whose logits are computed."""
+    """Weights (biases are none) that multiply: `blocks` every token, `head` every position whose logits are computed. Of
+    experts, those that a token goes to, dropped or not."""
 
     blocks: int
     head: int
@@ -83,6 +85,8 @@ def matmul_weights(config: ModelConfig, task: str = "lm") -> MatmulWeights:
     head_dim = config.head_dim or config.width // config.heads
     attention = config.width * head_dim * (config.heads + 2 * kv_heads) + config.heads * head_dim * config.width
     feed_forward = (3 if config.activation == "swiglu" else 2) * config.width * config.ffn
+    if config.experts:  # those that a token goes to, and the router
+        feed_forward = config.experts_per_token * expert_parameters(config) + config.experts * config.width
     if task == "classify":
         if config.classes is None:
             raise ValueError("model.classes is not resolved yet")

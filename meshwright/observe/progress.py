@@ -25,7 +25,9 @@ def _say(stream: TextIO, text: str) -> None:
 class NullProgress:
     """Says nothing: for every rank but the first."""
 
-    def update(self, step: int, *, loss: float | None, tokens_per_s: float, remaining_s: float | None = None) -> None:
+    def update(
+        self, step: int, *, loss: float | None, tokens_per_s: float, remaining_s: float | None = None, said: str = ""
+    ) -> None:
         pass
 
     def note(self, text: str) -> None:
@@ -74,8 +76,11 @@ class Progress(NullProgress):
         bar.start()
         return bar
 
-    def update(self, step: int, *, loss: float | None, tokens_per_s: float, remaining_s: float | None = None) -> None:
-        """Report `step` (counted from 1) as done. remaining_s: seconds left, where the caller knows (a budget of hours)."""
+    def update(
+        self, step: int, *, loss: float | None, tokens_per_s: float, remaining_s: float | None = None, said: str = ""
+    ) -> None:
+        """Report `step` (counted from 1) as done. remaining_s: seconds left, where the caller knows (a budget of hours). said:
+        more to say of it."""
         now = time.monotonic()
         if self._last is not None and step > self._last[0]:
             took = (now - self._last[1]) / (step - self._last[0])
@@ -85,6 +90,7 @@ class Progress(NullProgress):
             remaining_s = (self._total - step) * self._step_seconds
         of = f"/{self._total}" if self._total is not None else ""
         text = f"step {step}{of}  loss {'-' if loss is None else format(loss, '.4f')}  {tokens_per_s:,.0f} tokens/s"
+        text += f"  {said}" if said else ""
         left = "" if remaining_s is None else f"ETA {duration(remaining_s)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=text, left=left)

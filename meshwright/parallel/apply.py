@@ -11,11 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig, SyncConfig
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.trunk import Trunk
+from meshwright.parallel.balance import Balance
 from meshwright.parallel.batch_norm import place_batch_norms
 from meshwright.parallel.blocks import find_blocks
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.context import split_positions
 from meshwright.parallel.engine import Axes, Engine, StepInfo
+from meshwright.parallel.expert import split_experts
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.foreign import StudiedParameters
 from meshwright.parallel.inputs import cast_inputs
@@ -63,21 +65,22 @@ def parallelize(
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
-    goes next, since it changes which block of a parameter exists here; then ties across stages, of whatever blocks those
-    are. Context parallelism changes no parameter, only which positions there are and how attention sees the others; its
-    exchanges are inside of blocks. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data
-    parallelism is last, since it moves the parameters into its buffers and hooks them: whatever replaced a parameter after
-    that would be trained by nobody.
+    goes next, since it changes which block of a parameter exists here, then expert parallelism, which takes whole experts of
+    what is left; then ties across stages, of whatever blocks those are. Context parallelism changes no parameter, only which
+    positions there are and how attention sees the others; its exchanges are inside of blocks. Recompute wraps blocks as they
+    then are; compilation sees the recomputed block. Data parallelism is last, since it moves the parameters into its buffers
+    and hooks them: whatever replaced a parameter after that would be trained by nobody.
     """
     sync = sync or SyncConfig()
     _check(plan, mesh, sync)
     stages = cut(model, plan, mesh)
     sharing = split_tensors(model, plan, mesh)
+    split_experts(model, plan, mesh, sharing)
     stages.share(sharing)
     context = split_positions(model, plan, mesh)
     normed = place_batch_norms(model, mesh, batch_norm == "synchronised")
     recompute_blocks(model, plan)
-    compile_blocks(model, plan.compile)
+    compile_blocks(model, plan.compile, whole=plan.layout.ep == 1)
     axes = Axes.of(mesh, plan.layout.zero)
     blocks = find_blocks(model)
     unit = stages.unit if blocks.declared else blocks.unit
@@ -99,6 +102,7 @@ def parallelize(
         notes=[note for note in (stages.note, "" if context is None else context.note, normed, exchanged) if note],
         compiled=plan.compile,
         local=local,
+        balance=Balance.of(model, axes.data, axes.model.get("pp")),
     )
 
 

@@ -110,7 +110,7 @@ class Run:
 
 class Range(Protocol):
     """Elements that this rank updates: 1-d tensors of one size that share an element index. `mixed`: whether master and
-    working are two tensors. shared, counted: as in `Placement`, of all that lies in it. offload: as in `Plan`."""
+    working are two tensors. shared, counted, domain: as in `Placement`, of all that lies in it. offload: as in `Plan`."""
 
     @property
     def decay(self) -> bool: ...
@@ -118,6 +118,8 @@ class Range(Protocol):
     def shared(self) -> str: ...
     @property
     def counted(self) -> bool: ...
+    @property
+    def domain(self) -> str: ...
     @property
     def offload(self) -> str: ...
     @property
@@ -144,10 +146,11 @@ class Kind:
     decay: bool
     shared: str
     counted: bool
+    domain: str = ""
 
     @property
-    def order(self) -> tuple[bool, str, bool]:
-        return not self.decay, self.shared, not self.counted
+    def order(self) -> tuple[bool, str, bool, str]:
+        return not self.decay, self.shared, not self.counted, self.domain
 
 
 class Group:
@@ -170,7 +173,7 @@ class Group:
         self.slots = slots
         self.offload = offload
         self.size = edges[-1]
-        self.decay, self.shared, self.counted = kind.decay, kind.shared, kind.counted
+        self.decay, self.shared, self.counted, self.domain = kind.decay, kind.shared, kind.counted, kind.domain
         self.dtype = dtype
         self.device = device
         self._gradient: torch.Tensor | None = None

@@ -20,11 +20,12 @@ VARIANTS = 64
 """Compiled versions a block may have: shapes x (training, evaluation). Past torch's own 8 it would raise."""
 
 
-def compile_blocks(model: nn.Module, how: str, backend: str | Callable[..., Any] | None = None) -> None:
+def compile_blocks(model: nn.Module, how: str, backend: str | Callable[..., Any] | None = None, *, whole: bool = True) -> None:
     """Compiles each block of the model (`find_blocks`) in place; embedding and head, whose shapes vary, are left.
 
     how: `off`, `eager` (traced and run by aot_eager: the bits of eager execution) or `inductor`. Blocks of one class
     share their compiled code. Whole graphs and static shapes only: a silent break would cost what compilation gives.
+    whole: False where a block has a part that cannot be compiled (rows that travel between ranks), around which it breaks.
     backend: another compiler than the one that `how` names.
     Raises LayoutError for a model without blocks; a block that does not compile raises it at its first call.
     """
@@ -35,7 +36,7 @@ def compile_blocks(model: nn.Module, how: str, backend: str | Callable[..., Any]
         raise LayoutError(findings=[_finding(f"{how!r} compiles the repeated blocks of a model, and this one has none")])
     torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, VARIANTS)
     for block in blocks:
-        compiled = torch.compile(block.forward, backend=backend or _BACKENDS[how], fullgraph=True, dynamic=False)
+        compiled = torch.compile(block.forward, backend=backend or _BACKENDS[how], fullgraph=whole, dynamic=False)
         block.forward = _named(compiled, how)
 
 

@@ -18,13 +18,14 @@ __all__ = ["Copy", "first_difference"]
 class Copy:
     """values: what a rank holds of a tensor. order: sorts the copies of all ranks. label: what a user knows it by. block: the
     elements that they are, the same text on two ranks where they hold the same ones. shared: with ranks of other stages or of
-    the tensor group, see `Placement`."""
+    the tensor group, domain: see `Placement`."""
 
     order: tuple[int, ...]
     label: str
     block: str
     values: torch.Tensor
     shared: bool
+    domain: str = ""
 
 
 def first_difference(

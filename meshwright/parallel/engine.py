@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.distributed.mesh import SHARD_AXES, SUMMED_AXES, AxisGroups
 from meshwright.distributed.piece import Piece
+from meshwright.parallel.balance import Balance
 from meshwright.parallel.buffers import Run
 from meshwright.parallel.compile import compile_errors
 from meshwright.parallel.compress import lifted
@@ -26,6 +27,7 @@ from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import LossScaler
 from meshwright.parallel.replicate import Gradients
 from meshwright.parallel.runner import Forward, Runner, SerialRunner, Taken, Waiting
+from meshwright.parallel.sharing import Domain
 from meshwright.spec.placement import Placement
 
 __all__ = ["Axes", "Engine", "StepInfo"]
@@ -96,6 +98,13 @@ class Axes:
         """One group an axis whose ranks hold the same working weights."""
         return tuple(group for group in self.every if group not in self.model.values() and group not in self.apart)
 
+    def within(self, domain: Domain) -> tuple[tuple[dist.ProcessGroup, ...], tuple[dist.ProcessGroup, ...]]:
+        """`copies` and `alike` of what belongs to a domain."""
+        sharded = any(group not in self.model.values() for group in self.distinct)
+        weights = domain.replicas if self.apart else domain.data
+        states = domain.replicas if sharded else domain.data
+        return tuple(filter(None, (weights,))), tuple(filter(None, (states,)))
+
 
 @dataclass(frozen=True)
 class StepInfo:
@@ -121,6 +130,7 @@ class Engine:
     info = engine.update(lr, clip)
 
     runner: runs the micro-batches; None: one after another, each on the whole model. local: where replicas train apart.
+    balance: of a model of experts.
     """
 
     def __init__(
@@ -135,6 +145,7 @@ class Engine:
         runner: Runner | None = None,
         notes: Sequence[str] = (),
         local: LocalSteps | None = None,
+        balance: Balance | None = None,
     ):
         self.parameters = parameters
         self.gradients = gradients
@@ -143,6 +154,7 @@ class Engine:
         self.axes = axes
         self.runner = runner or SerialRunner()
         self.local = local
+        self.balance = balance
         self.notes = tuple(notes)
         """What is done otherwise than the plan says, for the log."""
         self._compiled = compiled
@@ -165,12 +177,13 @@ class Engine:
 
     @property
     def measure_noise(self) -> bool:
-        """Set before the first micro-step: `micro_square_norms` is then there after the last one, until `zero()`."""
+        """Set before the first micro-step: `micro_square_norms` is then there after the last one, until `zero()`. It stays off
+        where experts are dealt to data ranks: no rank has the gradient of its own rows alone."""
         return self.gradients.measure_noise
 
     @measure_noise.setter
     def measure_noise(self, value: bool) -> None:
-        self.gradients.measure_noise = value
+        self.gradients.measure_noise = value and not self.parameters.sharing.domains  # other ranks' rows are in a domain's
 
     @property
     def micro_square_norms(self) -> list[torch.Tensor]:
@@ -191,6 +204,8 @@ class Engine:
             self.local.begin()
         self.gradients.zero()
         self.parameters.settle_shared()
+        if self.balance is not None:
+            self.balance.start()
         self._norm = None
         self._carried = self.loss_scale
         if self.gradients.compressed is not None:
@@ -230,9 +245,21 @@ class Engine:
         """L2 norm over all logical elements of the gradient, loss scale removed: 0-d, at least fp32, the same bits on
         every rank. Call it after `finish`."""
         if self._norm is None:
-            square = reduce_sum(self.gradients.square(), self.axes.distinct)
+            square = self._square()
             self._norm = square.sqrt() / self._carried
         return self._norm
+
+    def _square(self) -> torch.Tensor:
+        """Of the whole gradient; what belongs to a domain is summed over the ranks that hold it once, the rest likewise."""
+        domains, model = self.parameters.sharing.domains, self.axes.model.values()
+        if not domains:
+            return reduce_sum(self.gradients.square(), self.axes.distinct)
+        data = [group for group in self.axes.distinct if group not in model]
+        total = reduce_sum(self.gradients.square(domain=""), data)
+        for name in sorted(domains):
+            distinct = domains[name].distinct
+            total = total + reduce_sum(self.gradients.square(domain=name), () if distinct is None else (distinct,))
+        return reduce_sum(total, model)
 
     def nonfinite_parameter(self) -> str | None:
         """Name of the first parameter, in the order of the model, with a gradient that is not finite on some rank.
@@ -287,6 +314,8 @@ class Engine:
             if overflow:
                 return StepInfo(norm, True, used, exhausted)
         self.optimizer.step(lr, clip_coefficient(norm, clip) / used, skip)
+        if self.balance is not None:
+            self.balance.update(skip)
         return StepInfo(norm, False if self.scaler else skip, used)
 
     @contextmanager
@@ -338,7 +367,10 @@ class Engine:
             placement = self.placements[name]
             inside = tensor[tuple(slice(0, size) for size in placement.box.shape)]  # beyond it there is padding
             pieces.append(Piece(f"model/{placement.name}", inside, placement.shape, placement.box.offset))
-        first = all(dist.get_rank(group) == 0 for group in self.axes.every)
+        alike = [
+            group for group in self.axes.every if group is not self.axes.model.get("pp")
+        ]  # stages have buffers of their own
+        first = all(dist.get_rank(group) == 0 for group in alike)
         for name, tensor in self._buffers():  # statistics of a rank's own batches differ: one rank's are kept
             pieces.append(Piece(f"model/{name}", tensor, tuple(tensor.shape), (0,) * tensor.dim(), owner=first))
         return pieces
@@ -398,11 +430,18 @@ class Engine:
             for name, parameter in self.parameters.frozen.items()
         ]
         held = [self._copy(number + 1, kind, run, run.of(buffer)) for number, kind, run, buffer in self._held()]
-        own = [copy for copy in held if copy.label.startswith(OWN)]
-        common = [copy for copy in held if not copy.label.startswith(OWN)]
-        copies = self.axes.copies if self.local is None else self.axes.inside(self.axes.copies)
+        alike = []
+        for name, domain in (("", None), *sorted(self.parameters.sharing.domains.items())):
+            copies, same = (self.axes.copies, self.axes.alike) if domain is None else self.axes.within(domain)
+            there = [each for each in held if each.domain == name]
+            own = [each for each in there if each.label.startswith(OWN)]
+            alike += [
+                ([each for each in working if each.domain == name], copies if self.local is None else self.axes.inside(copies)),
+                (own, self.axes.inside(same)),
+                ([each for each in there if not each.label.startswith(OWN)], same),
+            ]
         return first_difference(
-            [(working, copies), (own, self.axes.inside(self.axes.alike)), (common, self.axes.alike)],
+            alike,
             [(group, name == "pp") for name, group in self.axes.model.items()],
             self.axes.every,
             self.parameters.groups[0].device,
@@ -416,4 +455,5 @@ class Engine:
             block=f"{kind}/{placement.name} {placement.box} {run.first}+{run.size}",
             values=values,
             shared=bool(placement.shared),
+            domain=placement.domain,
         )

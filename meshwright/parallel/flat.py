@@ -1,7 +1,8 @@
 """Trainable parameters as a few flat buffers, so that reduction, norm and update are a few large kernels.
 
-Parameters are grouped by what is done to them: decayed or not, with whom a gradient is shared, counted in the norm or not
-(`spec.placement.Placement`). A group owns contiguous 1-D buffers that all share one element index:
+Parameters are grouped by what is done to them: decayed or not, with whom a gradient is shared, counted in the norm or not,
+over which data ranks it is summed (`spec.placement.Placement`). A group owns contiguous 1-D buffers that all share one element
+index:
 
     working   what the model computes with; every parameter is a view into it
     master    what the optimizer updates: at least fp32, the very same buffer where the working dtype already is
@@ -87,7 +88,7 @@ class FlatParameters:
                 continue
             placement = self.placements[name]
             slot = Slot(name, index, parameter, parameter.shape, 0, parameter.numel(), placement, unit(name))
-            kind = Kind(decays(placement.name, words), placement.shared, placement.counted)
+            kind = Kind(decays(placement.name, words), placement.shared, placement.counted, placement.domain)
             plans.setdefault(kind, []).append(slot)
         self.groups = [self._group(plans[kind], kind, dtype, device) for kind in sorted(plans, key=lambda kind: kind.order)]
         self.slots = sorted((slot for group in self.groups for slot in group.slots), key=lambda slot: slot.index)
@@ -113,12 +114,12 @@ class FlatParameters:
 
     def _group(self, slots: list[Slot], kind: Kind, dtype: torch.dtype, device: torch.device) -> Group:
         align = ALIGN_BYTES // dtype.itemsize
-        end, edges = 0, [0]
+        end, edges, ways = 0, [0], self._ways_of(kind)
         for run in self._cut(slots, align, self._bucket_bytes // master_dtype(dtype).itemsize):
             for slot in run:
                 slot.start = end
                 end += _aligned(slot.size, align)
-            end = _aligned(end, align * self._ways) if self._ways > 1 else end
+            end = _aligned(end, align * ways) if ways > 1 else end
             edges.append(end)
         group = self._new_group(slots, edges, kind, dtype=dtype, device=device, offload=self.offload)
         for slot in slots:
@@ -129,6 +130,9 @@ class FlatParameters:
             slot.parameter.data = group.view(slot)  # frees the tensor it came with before the next one is copied
             slot.parameter.grad = None
         return group
+
+    def _ways_of(self, kind: Kind) -> int:
+        return self._ways
 
     def _new_group(self, *args: Any, **options: Any) -> Group:
         return Group(*args, **options)

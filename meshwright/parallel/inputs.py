@@ -39,7 +39,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def scalar_loss(parts: Any) -> torch.Tensor:
-    """`parts.loss_sum`. Raises UserError where that cannot be trained with."""
+    """What backward begins with: `parts.loss_sum`, and what is learned beside it, `parts.balance_sum`, where there is any.
+    Raises UserError where that cannot be trained with."""
     loss = getattr(parts, "loss_sum", None)
     if not isinstance(loss, torch.Tensor):
         what = f"is {type(parts).__name__}, which has no tensor `loss_sum`"
@@ -51,4 +52,5 @@ def scalar_loss(parts: Any) -> torch.Tensor:
         what = "depends on no trainable parameter"
         fix = "It may have been made under torch.no_grad(), detached, or from integers; or what it uses is frozen"
         raise UserError(findings=[Finding("loss", what, fix)])
-    return loss
+    balance = getattr(parts, "balance_sum", None)
+    return loss if balance is None else loss + balance

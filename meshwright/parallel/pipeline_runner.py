@@ -21,6 +21,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from meshwright.distributed import device as devices
+from meshwright.models.trunk import Hidden
 from meshwright.parallel.inputs import scalar_loss
 from meshwright.parallel.links import Links, Mail
 from meshwright.parallel.runner import Forward, Taken, Waiting
@@ -207,6 +208,8 @@ class _Step:
         self.mail = Mail(runner.links, wait, told)
         self.inputs: dict[tuple[int, int], torch.Tensor] = {}
         self.outputs: dict[tuple[int, int], torch.Tensor | GradientEdge | None] = {}
+        self.beside: dict[tuple[int, int], torch.Tensor] = {}
+        """What is learned beside the loss, of stages before the last."""
         self.made: dict[Action, torch.Tensor] = {}
         """What the next action sends, or the neighbouring stage on this rank takes."""
         self.factors: dict[tuple[int, int], list[Factors]] = {}
@@ -278,6 +281,10 @@ class _Step:
             if torch.is_grad_enabled():
                 self.outputs[unit] = scalar_loss(output)
             return
+        if isinstance(output, Hidden):
+            output, beside = output
+            if beside is not None:
+                self.beside[unit] = beside
         self.made[Action(SEND_ACTIVATION, stage, micro)] = output.detach().contiguous()
         if torch.is_grad_enabled():
             self.outputs[unit] = get_gradient_edge(output) if output.requires_grad else None
@@ -308,8 +315,11 @@ class _Step:
             output, gradient = output * self.factor, None
         else:
             gradient = self._gradient(stage, micro)
+        beside = self.beside.pop(unit, None)
         with self._scope(action, part), self.runner.clock.span(stage, BACKWARD):
-            if output is not None:  # a first stage in which nothing is trained has no graph
+            if beside is not None:
+                torch.autograd.backward((output, beside * self.factor), (gradient, None))  # type: ignore[arg-type]  # one is an edge
+            elif output is not None:  # a first stage in which nothing is trained has no graph
                 torch.autograd.backward(output, gradient)
         if stage:
             hidden = self.inputs.pop(unit)

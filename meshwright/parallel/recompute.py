@@ -45,10 +45,13 @@ KEPT = frozenset(
         "meshwright::scatter_sum",
         "meshwright::exchange",
         "meshwright::ring_attention",
+        "meshwright::grouped_linear",
+        "meshwright::deal",
     }
 )
-"""Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators, and
-the sums over tensor-parallel ranks behind them and the exchanges of context-parallel ones."""
+"""Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators, the
+sums over tensor-parallel ranks behind them, the exchanges of context-parallel ones, the products of experts, and the rows that
+came from other ranks."""
 
 
 def recompute_blocks(model: nn.Module, plan: Plan) -> None:

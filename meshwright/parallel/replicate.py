@@ -191,9 +191,11 @@ class Gradients:
             lane.scopes = lane.launched = 0
             lane.done = False
 
-    def square(self, counted: bool = True) -> torch.Tensor:
-        """Sum of squares of the gradients held here that count (or of those that do not), loss scale included: 0-d."""
-        squares = [square_norm(part.gradient) for part in self.parameters.ranges if part.counted is counted]
+    def square(self, counted: bool = True, domain: str | None = None) -> torch.Tensor:
+        """Sum of squares of the gradients held here that count (or of those that do not), loss scale included: 0-d. domain: of
+        one `Placement.domain` alone."""
+        chosen = [part for part in self.parameters.ranges if part.counted is counted and domain in (None, part.domain)]
+        squares = [square_norm(part.gradient) for part in chosen]
         group = self.parameters.groups[0]
         none = torch.zeros((), dtype=master_dtype(group.dtype), device=group.device)
         return torch.stack(squares).sum() if squares else none
@@ -291,14 +293,15 @@ class Gradients:
 
     def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         """Starts the reduction of one bucket."""
-        self._start_replicas(bucket, bucket.gradient, self.group)
+        domain = bucket.group.domain
+        self._start_replicas(bucket, bucket.gradient, self.parameters.sharing.domains[domain].data if domain else self.group)
 
     def _start_replicas(self, key: Key, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        """Starts the sum over `group`, the replicas."""
-        if self.compressed is None:
-            self._start(values, group)
-        else:
+        """Starts the sum over `group`, the replicas; None where there is one."""
+        if self.compressed is not None:
             self._work.append(self.compressed.start(key, values))
+        elif group is not None:
+            self._start(values, group)
 
     def join(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None) -> None:
         """From the next step on gradients are summed over `group`, and with shards over `replicas`."""

@@ -40,6 +40,7 @@ from meshwright.errors import Finding, LayoutError
 from meshwright.kernels.vocab_cross_entropy import vocab_cross_entropy
 from meshwright.models.heads import LanguageHead, LossParts
 from meshwright.models.layers import MLP, Attention, Layer
+from meshwright.models.moe import MoE
 from meshwright.models.trunk import Trunk
 from meshwright.parallel.sharing import Sharing
 from meshwright.parallel.split_backward import Deferral, deferred_linear
@@ -113,7 +114,10 @@ class _Splitter:
         for index, layer in enumerate(model.layers):
             if isinstance(layer, Layer):
                 self._attention(layer.attention, f"layers.{index}.attention", enter)
-                self._mlp(layer.mlp, f"layers.{index}.mlp", enter)
+                if isinstance(layer.mlp, MoE):
+                    self._experts(layer.mlp, f"layers.{index}.mlp", enter)
+                else:
+                    self._mlp(layer.mlp, f"layers.{index}.mlp", enter)
         if model.embedding is not None:
             weight = self._block(model.embedding.weight, "embedding.weight")
             model.embedding = VocabularyEmbedding(weight, self._first("embedding.weight"), axis)  # type: ignore[assignment]
@@ -147,6 +151,15 @@ class _Splitter:
         module.down = self._columns(module.down, f"{name}.down")  # type: ignore[assignment]
         module.register_forward_pre_hook(enter)
 
+    def _experts(self, module: MoE, name: str, enter: _Enter) -> None:
+        """Some features of every expert. All ranks route the same tokens; each learns how from its part of the result, and
+        computes all of the balance terms."""
+        for leaf, parameter in list(module.experts.named_parameters()):
+            setattr(module.experts, leaf, self._block(parameter, f"{name}.experts.{leaf}"))
+        module.router.share = 1.0 / self.axis.size
+        module.leave = _Leave(self.axis)
+        module.register_forward_pre_hook(enter)
+
     def _rows(self, linear: nn.Linear, name: str) -> None:
         for leaf, parameter in list(linear.named_parameters()):
             setattr(linear, leaf, self._block(parameter, f"{name}.{leaf}"))
@@ -177,6 +190,15 @@ class _Enter:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self.axis.enter(args[0]), *args[1:])
+
+
+class _Leave(nn.Module):
+    def __init__(self, axis: TensorAxis):
+        super().__init__()
+        self.axis = axis
+
+    def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
+        return self.axis.leave(x_BSD)
 
 
 class SplitQKV(nn.Module):

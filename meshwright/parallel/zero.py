@@ -42,15 +42,18 @@ LAG = 2
 
 
 class Part:
-    """This rank's piece of one bucket: elements [start, start + size) of its group. A `Range`."""
+    """This rank's piece of one bucket: elements [start, start + size) of its group. A `Range`. shards: the ranks that have the
+    other pieces; None: there are none."""
 
-    def __init__(self, group: Group, begin: int, end: int, rank: int, ways: int):
+    def __init__(self, group: Group, begin: int, end: int, shards: dist.ProcessGroup | None):
+        rank, ways = (shards.rank(), shards.size()) if shards is not None else (0, 1)
         self.group = group
+        self.shards = shards
         self.begin, self.end = begin, end
         self.size = (end - begin) // ways
         self.start = begin + rank * self.size
         self.decay, self.shared, self.counted, self.mixed = group.decay, group.shared, group.counted, group.mixed
-        self.offload = group.offload
+        self.domain, self.offload = group.domain, group.offload
         self.working = self._keep()
         self.master = self.buffer() if self.mixed else self.working
         self._own: torch.Tensor | None = None
@@ -91,14 +94,14 @@ class Part:
 class ShardedGroup(Group):
     """A group whose masters exist in parts only."""
 
-    def __init__(self, slots: list[Slot], edges: list[int], kind: Kind, *, rank: int, ways: int, **options: Any):
-        self._share = (edges, rank, ways)
+    def __init__(self, slots: list[Slot], edges: list[int], kind: Kind, *, shards: dist.ProcessGroup | None, **options: Any):
+        self._share = (edges, shards)
         super().__init__(slots, edges, kind, **options)
 
     def _allocate(self) -> None:
-        edges, rank, ways = self._share
+        edges, shards = self._share
         self.working = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        self.parts: Sequence[Part] = [Part(self, begin, end, rank, ways) for begin, end in itertools.pairwise(edges)]
+        self.parts: Sequence[Part] = [Part(self, begin, end, shards) for begin, end in itertools.pairwise(edges)]
 
     def fill(self, slot: Slot, values: torch.Tensor) -> None:
         slot.of(self.working).copy_(values)
@@ -110,7 +113,8 @@ class ShardedGroup(Group):
 
 
 class ShardedParameters(FlatParameters):
-    """Flat parameters of which this rank updates its pieces. group: the ranks along dp_shard and cp.
+    """Flat parameters of which this rank updates its pieces. group: the ranks along dp_shard and cp; what belongs to a domain
+    (`sharing.domains`) is cut among the shards of that.
 
     overlap: forward waits for new weights where it needs them, else they are waited for at once; the same bits.
     """
@@ -139,8 +143,10 @@ class ShardedParameters(FlatParameters):
     def publish(self, updated: Range) -> None:
         """Starts gathering a piece's weights from all ranks. Collective, in the order of `ranges`."""
         assert isinstance(updated, Part)  # `ranges` has no others
+        if updated.shards is None:
+            return
         target = updated.whole(updated.group.working)
-        work = all_gather_single(target, updated.working, group=self.group, async_op=True)
+        work = all_gather_single(target, updated.working, group=updated.shards, async_op=True)
         assert work is not None  # asynchronous, on a group that this rank is in
         self._under_way[updated] = work
         if not self.overlap:
@@ -161,7 +167,10 @@ class ShardedParameters(FlatParameters):
     def _gather_masters(self, group: ShardedGroup) -> torch.Tensor:
         whole = torch.zeros(group.size, dtype=master_dtype(group.dtype), device=group.device)
         for part in group.parts:
-            all_gather_single(part.whole(whole), part.master.to(group.device), group=self.group)
+            if part.shards is None:
+                part.whole(whole).copy_(part.master)
+            else:
+                all_gather_single(part.whole(whole), part.master.to(group.device), group=part.shards)
         return whole
 
     def _scatter(self, group: Group, whole: torch.Tensor) -> None:
@@ -206,13 +215,21 @@ class ShardedParameters(FlatParameters):
 
     def _new_group(self, *args: Any, **options: Any) -> ShardedGroup:
         """The working weights are whole on every rank."""
-        return ShardedGroup(*args, rank=self.group.rank(), ways=self.group.size(), **options)
+        return ShardedGroup(*args, shards=self._shards_of(args[2]), **options)
+
+    def _shards_of(self, kind: Kind) -> dist.ProcessGroup | None:
+        return self.sharing.domains[kind.domain].shards if kind.domain else self.group
+
+    def _ways_of(self, kind: Kind) -> int:
+        shards = self._shards_of(kind)
+        return 1 if shards is None else shards.size()
 
 
 class ShardedGradients(Gradients):
     """ZeRO-1: whole gradients, reduce-scattered in place in the last micro-step; a rank then owns its pieces of the sum.
 
-    data: all ranks that see different samples. replicas: those that own the same pieces; None for one.
+    data: all ranks that see different samples. replicas: those that own the same pieces; None for one. What belongs to a
+    domain is reduced over that.
     """
 
     def __init__(
@@ -225,38 +242,43 @@ class ShardedGradients(Gradients):
         overlap: bool,
     ):
         super().__init__(parameters, data, bucket_bytes=bucket_bytes, overlap=overlap)
-        self.shards = parameters.group
-        self.replicas = replicas
+        domains = parameters.sharing.domains
+        self._replicas = {"": replicas} | {name: domain.replicas for name, domain in domains.items()}
+        self._passes_on = any(group is not None for group in self._replicas.values())
         self._parts = {(id(part.group), part.begin): part for part in parameters.parts}
-        self._started: list[tuple[dist.Work, Part]] = []
+        self._started: list[tuple[dist.Work | None, Part]] = []
 
     def _part(self, bucket: Bucket) -> Part:
         return self._parts[id(bucket.group), bucket.start]
 
     def _reduce(self, lane: Lane, bucket: Bucket) -> None:
         part = self._part(bucket)
-        self._started.append((self._scatter(part.gradient, bucket.gradient), part))
-        if self.replicas is not None and len(self._started) > LAG:
+        self._started.append((self._scatter(part, part.gradient, bucket.gradient), part))
+        if self._passes_on and len(self._started) > LAG:
             self._pass_on()
 
-    def _scatter(self, output: torch.Tensor, whole: torch.Tensor) -> dist.Work:
-        work = reduce_scatter_single(output, whole, group=self.shards, async_op=True)
+    def _scatter(self, part: Part, output: torch.Tensor, whole: torch.Tensor) -> dist.Work | None:
+        if part.shards is None:
+            if output.data_ptr() != whole.data_ptr():
+                output.copy_(whole)
+            return None
+        work = reduce_scatter_single(output, whole, group=part.shards, async_op=True)
         assert work is not None  # asynchronous, on a group that this rank is in
         return work
 
     def _pass_on(self) -> None:
         """Waits for the oldest reduction and starts the sum of its piece over the replicas."""
         work, part = self._started.pop(0)
-        work.wait()
+        if work is not None:
+            work.wait()
         self._sum_replicas(part)
 
     def _sum_replicas(self, part: Part) -> None:
-        if self.replicas is not None:
-            self._start_replicas(part, part.gradient, self.replicas)
+        self._start_replicas(part, part.gradient, self._replicas[part.domain])
 
     def join(self, group: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None) -> None:
         super().join(group, replicas)
-        self.replicas = replicas
+        self._replicas[""] = replicas
 
     def _complete(self) -> None:
         while self._started:
@@ -269,7 +291,7 @@ class _Flight:
     """A bucket on its way. piece: where its sum arrives, to be added to the part; None: in the part's own buffer. last:
     whether the step's sum is then whole."""
 
-    work: dist.Work
+    work: dist.Work | None
     part: Part
     bucket: torch.Tensor
     piece: torch.Tensor | None
@@ -355,8 +377,8 @@ class StreamedGradients(ShardedGradients):
             slot.touched = False
         piece = None
         if part in self._summed:  # the sum of the micro-steps before is in the part's own buffer
-            piece = buffer[self.shards.rank() * part.size :][: part.size]
-        work = self._scatter(part.own_gradient() if piece is None else piece, buffer)
+            piece = buffer[part.start - part.begin :][: part.size]
+        work = self._scatter(part, part.own_gradient() if piece is None else piece, buffer)
         self._summed.add(part)
         self._flying.append(_Flight(work, part, buffer, piece, lane.done))
         while len(self._flying) > self._lag:
@@ -365,7 +387,8 @@ class StreamedGradients(ShardedGradients):
     def _land(self) -> None:
         """Waits for the oldest reduction and gives its bucket back."""
         flight = self._flying.pop(0)
-        flight.work.wait()
+        if flight.work is not None:
+            flight.work.wait()
         if flight.piece is not None:
             flight.part.own_gradient().add_(flight.piece)
         if flight.last:

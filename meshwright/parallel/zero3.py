@@ -46,13 +46,15 @@ __all__ = ["GatheredGradients", "GatheredParameters"]
 
 
 class GatheredPart(Part):
-    """This rank's piece of a bucket; `whole_weights` has memory from `gather` to `release` only."""
+    """This rank's piece of a bucket; `whole_weights` has memory from `gather` to `release`. kept: the piece is all of it."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         slots = [slot for slot in self.group.slots if self.begin <= slot.start < self.end and slot.size]
         self.chunk = next((slot.unit[0] for slot in slots), 0)
-        self.whole_weights = torch.empty(self.end - self.begin, dtype=self.group.dtype, device=self.group.device)
+        self.kept = self.shards is None and self.working.device == self.group.device
+        whole = self.end - self.begin
+        self.whole_weights = self.working if self.kept else self.working.new_empty(whole, device=self.group.device)
         self._bytes = self.whole_weights.untyped_storage().nbytes()
         self.views = {id(s): self.whole_weights[s.start - self.begin :][: s.size].view(s.shape) for s in slots}
         self._work: dist.Work | None = None
@@ -68,18 +70,20 @@ class GatheredPart(Part):
             return host_zeros(self.size, group.dtype, group.device)
         return torch.zeros(self.size, dtype=group.dtype, device=group.device)
 
-    def gather(self, group: dist.ProcessGroup) -> None:
+    def gather(self) -> None:
         """Starts gathering, unless the weights are there or on their way."""
         if self.there or not self.size:
             return
         self.whole_weights.untyped_storage().resize_(self._bytes)
-        # from the host the piece comes on a stream of its own, behind what is queued now (it may still use that memory) and
-        # beside what is queued later: the block before the one that it is gathered for
+        self.there = True
+        if self.shards is None:
+            self.whole_weights.copy_(self.working, non_blocking=True)
+            return
+        # from the host it comes on a stream of its own, behind what is queued now and may use that memory, beside what is later
         devices.wait_stream(self.stream, None)
         with devices.use_stream(self.stream):
             piece = self.working.to(self.group.device, non_blocking=True)
-            self._work = all_gather_single(self.whole_weights, piece, group=group, async_op=True)
-        self.there = True
+            self._work = all_gather_single(self.whole_weights, piece, group=self.shards, async_op=True)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -92,7 +96,7 @@ class GatheredPart(Part):
         return self.there and self._work is None
 
     def release(self) -> None:
-        if self.there:
+        if self.there and not self.kept:
             self.wait()
             self.whole_weights.untyped_storage().resize_(0)
             self.there = False
@@ -104,8 +108,8 @@ class GatheredGroup(ShardedGroup):
     parts: Sequence[GatheredPart]
 
     def _allocate(self) -> None:
-        edges, rank, ways = self._share
-        self.parts = [GatheredPart(self, begin, end, rank, ways) for begin, end in itertools.pairwise(edges)]
+        edges, shards = self._share
+        self.parts = [GatheredPart(self, begin, end, shards) for begin, end in itertools.pairwise(edges)]
         self._views = {number: view for part in self.parts for number, view in part.views.items()}
 
     def view(self, slot: Slot) -> torch.Tensor:
@@ -164,7 +168,7 @@ class GatheredParameters(ShardedParameters):
         return cut_runs(slots, align, float("inf"), lambda slot: slot.unit)
 
     def _new_group(self, *args: Any, **options: Any) -> GatheredGroup:
-        return GatheredGroup(*args, rank=self.group.rank(), ways=self.group.size(), **options)
+        return GatheredGroup(*args, shards=self._shards_of(args[2]), **options)
 
     def publish(self, updated: Range) -> None:
         """Others gather them when they need them; what was gathered before is stale."""
@@ -298,7 +302,7 @@ class GatheredParameters(ShardedParameters):
     def _start(self, parts: Iterable[Part]) -> None:
         for part in parts:
             assert isinstance(part, GatheredPart)
-            part.gather(self.group)
+            part.gather()
 
     def _have(self, parts: Iterable[Part]) -> None:
         parts = list(parts)

@@ -44,6 +44,8 @@ def state_bytes(
     largest: int = 0,
     outside: int = 0,
     block: int = 0,
+    experts: int = 0,
+    expert_block: int = 0,
     gather: str = "twice",
     offload: str = "none",
 ) -> StateBytes:
@@ -61,24 +63,32 @@ def state_bytes(
     keeps the optimizer's k, masters always among them, in host memory, "parameters" the weights of ZeRO-3 too; 4 windows of
     at most 2^22 elements beside them. Gaps between parameters (below 128 bytes each) and between pieces (below 128 N bytes a
     bucket) are left out.
+
+    experts: how many of the P are of experts, of which a rank has 1 / ep (`expert_block`: of B). They are sharded over N / ep
+    ranks, where that is more than one: read P / N as (P - experts) / N + experts ep / N.
     """
     weight = WEIGHT_BYTES[precision]
     wide = max(weight, 4)
     kept = moments + ema + (weight < wide or offload == "optimizer")
     shards = layout.shards if layout.zero else 1
+    ours = max(1, shards // layout.ep)  # ranks among which the states of an expert are cut
+    piece = (parameters - experts) / shards + experts / ours
     unit = min(parameters, outside + 2 * block)
+    gathered = parameters if gather == "once" else unit
+    if ours == 1:  # whole weights of experts are the rank's own piece
+        gathered -= experts if gather == "once" else min(experts, 2 * expert_block)
     staging = {
         2: min(BUCKETS_IN_FLIGHT * max(bucket_bytes, wide * largest), wide * parameters),
         3: wide * unit,
     }
-    weights = weight * parameters / (shards if layout.zero == 3 else 1)
-    optimizer = kept * wide * parameters / shards
+    weights = weight * (piece if layout.zero == 3 else parameters)
+    optimizer = kept * wide * piece
     away = {"none": 0.0, "optimizer": optimizer, "parameters": optimizer + weights}[offload]
     return StateBytes(
         weights=0.0 if offload == "parameters" else weights,
-        gradients=wide * parameters / (shards if layout.zero >= 2 else 1),
+        gradients=wide * (piece if layout.zero >= 2 else parameters),
         optimizer=optimizer if offload == "none" else 0.0,
         staging=staging.get(layout.zero, 0),
-        gathered=weight * (parameters if gather == "once" else unit) if layout.zero == 3 else 0.0,
+        gathered=weight * gathered if layout.zero == 3 else 0.0,
         host=away,
     )

@@ -97,6 +97,7 @@ def layout_name(layout: Layout) -> str:
     name = sharded if layout.zero else f"data parallel over {layout.dp}"
     name += f" device{'s' * (layout.world > 1)}" if layout.world == layout.dp else ""
     rest = (("context", layout.cp), ("tensor", layout.tp), ("pipeline", layout.pp))
+    name += f", experts over {layout.ep}" * (layout.ep > 1)
     return name + "".join(f" x {what} {size}" for what, size in rest if size > 1)
 
 
@@ -227,6 +228,8 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         largest=largest,
         outside=held.outside,
         block=held.block,
+        experts=held.experts,
+        expert_block=held.expert_block,
         gather=plan.gather,
         offload=plan.offload,
     )

@@ -13,7 +13,8 @@ __all__ = ["Layout"]
 class Layout:
     """Sizes of the mesh axes, outermost first, and the ZeRO stage that runs on `dp_shard` and `cp` together.
 
-    `ep` is borrowed from the data axes (experts live on data ranks), so it is not a factor of the world size.
+    `ep` is borrowed from the data axes (experts live on data ranks), so it is not a factor of the world size: neighbours
+    along dp_shard, then dp_replicate, hold the experts of a layer together.
     """
 
     pp: int = 1

@@ -42,7 +42,7 @@ def check(config: ModelConfig, task: str, seq_len: int | None = None) -> list[Fi
     """Every reason why this model cannot be built for the task ("lm", "mlm", "classify") and rows of `seq_len` tokens."""
     if config.arch not in ARCHITECTURES:
         return []
-    return [*_shape(config), *_positions(config, seq_len), *_head(config, task)]
+    return [*_shape(config), *_experts(config), *_positions(config, seq_len), *_head(config, task)]
 
 
 def _shape(config: ModelConfig) -> list[Finding]:
@@ -66,6 +66,38 @@ def _shape(config: ModelConfig) -> list[Finding]:
                 "Remove it, or use arch: decoder",
             )
         )
+    return found
+
+
+_OF_EXPERTS = (
+    "experts_per_token",
+    "moe_ffn",
+    "router_normalised",
+    "balance",
+    "balance_coefficient",
+    "router_z_loss",
+    "capacity",
+)
+
+
+def _experts(config: ModelConfig) -> list[Finding]:
+    if not config.experts:
+        changed = [key for key in _OF_EXPERTS if getattr(config, key) != type(config).model_fields[key].default]
+        return [
+            Finding(f"model.{key}", f"{getattr(config, key)} has no effect with experts: 0", "Remove it, or give model.experts")
+            for key in changed
+        ]
+    found = []
+    if config.arch != "decoder":
+        found.append(Finding("model.experts", f"{config.experts}, but only a decoder has a router", "Use arch: decoder"))
+    if config.experts_per_token > config.experts:
+        what = f"{config.experts_per_token} is more than the {config.experts} experts there are"
+        found.append(Finding("model.experts_per_token", what, f"Use at most {config.experts}"))
+    if config.mlp_bias:
+        found.append(Finding("model.mlp_bias", "experts have no biases", "Remove it, or use experts: 0"))
+    if config.balance == "none" and config.balance_coefficient != type(config).model_fields["balance_coefficient"].default:
+        what = f"{config.balance_coefficient} has no effect with balance: none"
+        found.append(Finding("model.balance_coefficient", what, "Remove it, or use balance: loss or bias"))
     return found
 
 

@@ -7,13 +7,39 @@ import math
 from meshwright.config.schema import ModelConfig
 from meshwright.spec.parameters import Fused, Part, Rule, Table
 
-__all__ = ["logical_name", "model_table"]
+__all__ = ["expert_name", "logical_name", "model_table"]
 
 
 def logical_name(name: str, part: str) -> str:
     """Unfused name of a part: `layers.3.attention.qkv.weight`, `q` -> `layers.3.attention.q.weight`."""
     head, _, leaf = name.rpartition(".")
     return ".".join((*head.split(".")[:-1], part, leaf))
+
+
+def expert_name(name: str, expert: int) -> str:
+    """Name under which one expert of a grouped parameter is filled: `layers.3.mlp.experts.up`, 5 ->
+    `layers.3.mlp.experts.5.up.weight`."""
+    head, _, leaf = name.rpartition(".")
+    return f"{head}.{expert}.{leaf}.weight"
+
+
+def _feed_forward(config: ModelConfig, std: float, out_std: float) -> tuple[Rule, ...]:
+    """Gate and value alternate in runs of up to 16 rows, in every expert alike."""
+    width = config.moe_ffn or config.ffn if config.experts else config.ffn
+    rows = math.gcd(width, 16)
+    gated = config.activation == "swiglu"
+    up = Fused((Part("gate", rows), Part("up", rows)), groups=width // rows) if gated else None
+    if config.experts:
+        return (
+            Rule("layers.*.mlp.router.weight", std=std, partial="ffn"),
+            Rule("layers.*.mlp.experts.up", std=std, fused=up, axes=((1, "ffn"),), experts=True),
+            Rule("layers.*.mlp.experts.down", std=out_std, axes=((2, "ffn"),), experts=True),
+        )
+    return (
+        Rule("layers.*.mlp.up.weight", std=std, fused=up, axes=((0, "ffn"),)),
+        Rule("layers.*.mlp.up.bias", init="zeros", fused=up, axes=((0, "ffn"),)),
+        Rule("layers.*.mlp.down.weight", std=out_std, axes=((1, "ffn"),)),
+    )
 
 
 def model_table(config: ModelConfig, task: str) -> Table:
@@ -28,9 +54,6 @@ def model_table(config: ModelConfig, task: str) -> Table:
     out_std = std / math.sqrt(2 * config.layers) if config.init_depth_scaled else std
     parts = (Part("q", heads // kv_heads * head_dim), Part("k", head_dim), Part("v", head_dim))
     qkv = Fused(parts, groups=kv_heads)
-    rows = math.gcd(config.ffn, 16)
-    gated = config.activation == "swiglu"
-    up = Fused((Part("gate", rows), Part("up", rows)), groups=config.ffn // rows) if gated else None
     vocab = ((0, "vocab"),)
     rules = (
         Rule("embedding.weight", std=std, axes=vocab),
@@ -39,9 +62,7 @@ def model_table(config: ModelConfig, task: str) -> Table:
         Rule("layers.*.attention.qkv.bias", init="zeros", fused=qkv, axes=((0, "heads"),)),
         Rule("layers.*.attention.out.weight", std=out_std, axes=((1, "heads"),)),
         Rule("layers.*.attention.[qk]_norm.weight", init="ones", partial="heads"),
-        Rule("layers.*.mlp.up.weight", std=std, fused=up, axes=((0, "ffn"),)),
-        Rule("layers.*.mlp.up.bias", init="zeros", fused=up, axes=((0, "ffn"),)),
-        Rule("layers.*.mlp.down.weight", std=out_std, axes=((1, "ffn"),)),
+        *_feed_forward(config, std, out_std),
         Rule("head.weight", std=std, axes=vocab),
         Rule("head.bias", init="zeros", axes=vocab),
         Rule("head.transform.weight", std=std),

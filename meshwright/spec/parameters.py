@@ -53,7 +53,8 @@ class Rule:
     axes: (tensor dimension, what it runs over) of the dimension that tensor parallelism splits: "heads", "ffn" or "vocab";
     empty: every rank holds all of it.
     partial: where a parameter is held whole, over what its gradient is a sum whose terms may lie on several ranks: "heads",
-    "positions" (spread by sequence parallelism), or empty where every rank computes all of it.
+    "ffn", "positions" (spread by sequence parallelism), or empty where every rank computes all of it.
+    experts: whether the first dimension runs over experts, each of which is filled as a parameter of its own.
     """
 
     pattern: str
@@ -62,6 +63,7 @@ class Rule:
     fused: Fused | None = None
     axes: tuple[tuple[int, str], ...] = ()
     partial: str = ""
+    experts: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ class Placement:
     shared: name of the group of ranks that hold the very same block, each with only its own share of the gradient, which is
     therefore summed over them beside the data ranks; empty where every holder computes all of it or there is one. counted:
     whether this rank's copy counts in sums over the whole model, such as the gradient norm; true on one holder of a block.
+    domain: name of the data ranks that hold the very same block, and over which its gradient is summed; empty: all data ranks.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Placement:
     box: Box
     shared: str = ""
     counted: bool = True
+    domain: str = ""
 
     @classmethod
     def whole(cls, name: str, shape: Sequence[int]) -> Placement:

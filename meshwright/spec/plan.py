@@ -92,6 +92,7 @@ class Plan:
             f"ZeRO-{layout.zero} over {layout.shards}" if layout.zero else "",
             f"tensor {layout.tp}" + (" with sequence parallelism" if self.sequence_parallel else "") if layout.tp > 1 else "",
             f"context {layout.cp} ({ways[self.context]})" if layout.cp > 1 else "",
+            f"experts over {layout.ep}" if layout.ep > 1 else "",
             f"pipeline {layout.pp} x {self.chunks} ({self.schedule})" if layout.pp > 1 else "",
             f"recompute {self.recompute}" if self.recompute != "none" else "",
             "activations in host memory" if self.offload_activations else "",

@@ -10,7 +10,7 @@ from meshwright.errors import Finding
 from meshwright.spec.context import context_findings
 from meshwright.spec.model_rules import ARCHITECTURES
 from meshwright.spec.plan import Plan
-from meshwright.spec.sharding import tensor_findings
+from meshwright.spec.sharding import expert_findings, nearest_divisors, tensor_findings
 from meshwright.spec.stages import check_split
 
 __all__ = ["REFUSALS", "Refusal", "refused", "refused_for"]
@@ -23,7 +23,11 @@ class Refusal:
     key: str
     when: Callable[[Plan], bool]
     why: str
-    fix: str
+    fix: str | Callable[[Plan], str]
+
+    def finding(self, plan: Plan) -> Finding:
+        fix = self.fix if isinstance(self.fix, str) else self.fix(plan)
+        return Finding(f"plan.{self.key}", f"{self.value(plan)}, but {self.why}", fix)
 
     def value(self, plan: Plan) -> object:
         head, _, leaf = self.key.rpartition(".")
@@ -31,7 +35,24 @@ class Refusal:
 
 
 REFUSALS = (
-    Refusal("layout.ep", lambda plan: plan.layout.ep > 1, "expert parallelism is not available", "Use ep: 1"),
+    Refusal(
+        "layout.ep",
+        lambda plan: plan.layout.dp % plan.layout.ep > 0,
+        "experts live on data ranks, and ep must divide dp_replicate * dp_shard",
+        lambda plan: f"Of {plan.layout.dp} data ranks, use ep: {nearest_divisors(plan.layout.ep, plan.layout.dp)}",
+    ),
+    Refusal(
+        "layout.ep",
+        lambda plan: (
+            plan.layout.dp % plan.layout.ep == 0
+            and plan.layout.dp_shard % plan.layout.ep > 0
+            and plan.layout.ep % plan.layout.dp_shard > 0
+        ),
+        "the ranks that share experts must lie inside a dp_shard group, or be whole ones",
+        lambda plan: (
+            f"Use ep: {nearest_divisors(plan.layout.ep, plan.layout.dp_shard)}, or a multiple of {plan.layout.dp_shard}"
+        ),
+    ),
     Refusal(
         "layout.zero",
         lambda plan: plan.layout.zero > 0 and plan.layout.shards == 1,
@@ -115,21 +136,21 @@ REFUSALS = (
 
 def refused(plan: Plan) -> list[Finding]:
     """Everything for which a plan cannot run with any model; empty if it can."""
-    return [
-        Finding(f"plan.{refusal.key}", f"{refusal.value(plan)}, but {refusal.why}", refusal.fix)
-        for refusal in REFUSALS
-        if refusal.when(plan)
-    ]
+    return [refusal.finding(plan) for refusal in REFUSALS if refusal.when(plan)]
 
 
 def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list[Finding]:
     """The same, and everything for which it cannot run with this model on rows of `seq_len` tokens."""
     found = refused(plan)
     layout = plan.layout
-    if layout.pp * layout.tp * layout.cp > 1 and model.arch not in ARCHITECTURES:
-        sizes = f"tp {layout.tp}, pp {layout.pp}, cp {layout.cp}"
+    if layout.pp * layout.tp * layout.cp * layout.ep > 1 and model.arch not in ARCHITECTURES:
+        sizes = f"tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, ep {layout.ep}"
         what = f"{sizes}, but nothing says how the parameters and positions of {model.arch!r} are split"
-        return [*found, Finding("plan.layout", what, "Use tp: 1, pp: 1 and cp: 1 for models of your own")]
+        return [*found, Finding("plan.layout", what, "Use 1 for each of them with models of your own")]
+    found += expert_findings(model, layout.ep, layout.dp)
+    if model.experts and layout.cp > 1:
+        what = f"{layout.cp}, but the balance and the capacity of experts are counted by row, which cp splits"
+        found.append(Finding("plan.layout.cp", what, "Use cp: 1 for a model of experts"))
     if layout.tp > 1:
         found += tensor_findings(model, layout.tp)
         if plan.sequence_parallel and layout.cp == 1 and seq_len % layout.tp:

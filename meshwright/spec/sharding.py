@@ -4,13 +4,14 @@ Nothing is padded. Where heads, feed-forward rows or vocabulary do not divide, r
 
     attention   whole key/value heads with their queries. Fewer key/value heads than ranks: every one is held by several
                 ranks, among which its queries are dealt; queries and keys+values are then two parameters of a rank
-    mlp         groups of fused rows (gate and up of the same features together)
+    mlp         groups of fused rows (gate and up of the same features together), the same ones of every expert
     vocabulary  rows of embedding and head
     the rest    is whole on every rank; `Rule.partial` says whether its gradient is then a part of the whole
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from meshwright.config.schema import ModelConfig
@@ -23,7 +24,10 @@ from meshwright.spec.placement import Placement
 
 __all__ = [
     "HeadSplit",
+    "expert_findings",
+    "feature_width",
     "head_split",
+    "nearest_divisors",
     "parameter_shapes",
     "spread",
     "tensor_findings",
@@ -123,8 +127,14 @@ def parameter_shapes(config: ModelConfig, task: str) -> dict[str, tuple[int, ...
         if config.qk_norm:
             shapes[f"{layer}.attention.q_norm.weight"] = shapes[f"{layer}.attention.k_norm.weight"] = (head_dim,)
         norm(f"{layer}.mlp_norm")
-        linear(f"{layer}.mlp.up", config.ffn * (2 if config.activation == "swiglu" else 1), width, config.mlp_bias)
-        linear(f"{layer}.mlp.down", width, config.ffn, config.mlp_bias)
+        ffn, ups = feature_width(config), 2 if config.activation == "swiglu" else 1
+        if config.experts:
+            linear(f"{layer}.mlp.router", config.experts, width, False)
+            shapes[f"{layer}.mlp.experts.up"] = (config.experts, ffn * ups, width)
+            shapes[f"{layer}.mlp.experts.down"] = (config.experts, width, ffn)
+            continue
+        linear(f"{layer}.mlp.up", ffn * ups, width, config.mlp_bias)
+        linear(f"{layer}.mlp.down", width, ffn, config.mlp_bias)
     if config.final_norm:
         norm("norm")
     if task == "classify":
@@ -156,7 +166,7 @@ def tensor_placements(config: ModelConfig, task: str, *, tp: int, rank: int, seq
         if rule.axes and tp > 1:
             out.update(cut.blocks(name, shape, rule))
             continue
-        partial = tp > 1 and (rule.partial == "heads" or (rule.partial == "positions" and sequence_parallel))
+        partial = tp > 1 and (rule.partial in ("heads", "ffn") or (rule.partial == "positions" and sequence_parallel))
         out[name] = Placement(name, shape, Box.whole(shape), "tp" if partial else "", counted=rank == 0)
     return out
 
@@ -185,7 +195,7 @@ class _Cut:
                 (first, count), each = self.heads.keys, rule.fused.group_rows
             return first * each, count * each
         start, size = _features(self.config, self.tp)[self.rank]
-        ratio = total // self.config.ffn  # 2 where gate and up lie in one parameter
+        ratio = total // feature_width(self.config)  # 2 where gate and up lie in one parameter
         return start * ratio, size * ratio
 
     def _shared_heads(self, name: str, shape: tuple[int, ...], fused: Fused) -> dict[str, Placement]:
@@ -207,13 +217,18 @@ def _features(config: ModelConfig, tp: int) -> list[tuple[int, int]]:
     """(first, count) of the feed-forward features on each rank."""
     rows = _feature_group(config)
     if rows == 1:
-        return spread(config.ffn, tp, FEATURE_ROWS)
-    return [(start * rows, size * rows) for start, size in spread(config.ffn // rows, tp)]
+        return spread(feature_width(config), tp, FEATURE_ROWS)
+    return [(start * rows, size * rows) for start, size in spread(feature_width(config) // rows, tp)]
+
+
+def feature_width(config: ModelConfig) -> int:
+    """Features of a feed-forward layer, or of one expert of it."""
+    return config.moe_ffn or config.ffn if config.experts else config.ffn
 
 
 def _feature_group(config: ModelConfig) -> int:
     """Features that stay together: gate and up alternate in runs of so many rows."""
-    fused = model_table(config, "").rule("layers.0.mlp.up.weight").fused
+    fused = model_table(config, "").rule("layers.0.mlp.experts.up" if config.experts else "layers.0.mlp.up.weight").fused
     return 1 if fused is None else fused.parts[0].rows
 
 
@@ -233,10 +248,11 @@ def tensor_findings(config: ModelConfig, tp: int) -> list[Finding]:
         what = f"{tp} ranks cannot split arch {config.arch!r}: nothing says how its parameters are dealt"
         return [Finding("layout.tp", what, f"Use tp: 1, or one of {', '.join(ARCHITECTURES)}")]
     rows, vocab = _feature_group(config), config.vocab or 0
-    together = f" (model.ffn {config.ffn} in runs of {rows})" if rows > 1 else ""
+    key, ffn = "model.moe_ffn" if config.experts and config.moe_ffn else "model.ffn", feature_width(config)
+    together = f" ({key} {ffn} in runs of {rows})" if rows > 1 else ""
     least = {
         f"{config.heads} query heads (model.heads)": config.heads,
-        f"{config.ffn // rows} groups of feed-forward rows{together or ' (model.ffn)'}": config.ffn // rows,
+        f"{ffn // rows} groups of feed-forward rows{together or f' ({key})'}": ffn // rows,
         f"{vocab} rows of the vocabulary (model.vocab)": vocab,
     }
     nearest = min(least.values())
@@ -245,3 +261,26 @@ def tensor_findings(config: ModelConfig, tp: int) -> list[Finding]:
         for what, count in least.items()
         if count < tp
     ]
+
+
+def nearest_divisors(wanted: int, *numbers: int) -> str:
+    """The common divisors of some numbers that are next to `wanted`, below and above: "2 or 4"."""
+    common = math.gcd(*numbers)
+    legal = [n for n in range(1, common + 1) if common % n == 0]
+    near = [max((n for n in legal if n < wanted), default=1), min((n for n in legal if n > wanted), default=0)]
+    return " or ".join(str(n) for n in near if n)
+
+
+def expert_findings(config: ModelConfig, ep: int, data_ranks: int) -> list[Finding]:
+    """Every reason why the experts of this model cannot be dealt to `ep` of `data_ranks`; with the nearest legal numbers."""
+    if ep == 1:
+        return []
+    if not config.experts:
+        what = f"{ep}, but every token goes through the same feed-forward layers (model.experts is 0)"
+        return [Finding("layout.ep", what, "Use ep: 1")]
+    near = f"Use ep: {nearest_divisors(ep, data_ranks, config.experts)}"
+    if ep > config.experts:
+        return [Finding("layout.ep", f"{ep} ranks, but only {config.experts} experts: a rank would have none", near)]
+    if config.experts % ep:
+        return [Finding("layout.ep", f"{config.experts} experts (model.experts) do not divide by {ep}", near)]
+    return []

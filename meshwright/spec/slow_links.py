@@ -16,6 +16,9 @@ def sync_findings(sync: SyncConfig, layout: Layout) -> list[Finding]:
     if sync.plain:
         return []
     key, value = ("method", sync.method) if sync.local else ("compress", sync.compress)
+    if layout.ep > 1:
+        what = f"{value}, but with ep: {layout.ep} the ranks that hold an expert may lie in several replicas"
+        return [Finding(f"train.sync.{key}", what, "Use ep: 1")]
     if layout.dp_replicate > 1:
         if layout.cp == 1 or layout.zero:
             return []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import Finding
+from meshwright.spec.counts import expert_parameters
 
 __all__ = ["Costs", "balance", "check_split", "layer_costs", "rebalance", "spans"]
 
@@ -41,7 +42,11 @@ def layer_costs(config: ModelConfig, task: str, seq_len: int, head_positions: fl
         head_positions = 1 if task == "classify" else seq_len
     width, heads, kv_heads = config.width, config.heads, config.kv_heads or config.heads
     head_dim = config.head_dim or width // heads
-    matrices = width * head_dim * 2 * (heads + kv_heads) + (3 if config.activation == "swiglu" else 2) * width * config.ffn
+    matrices = width * head_dim * 2 * (heads + kv_heads)
+    if config.experts:
+        matrices += config.experts_per_token * expert_parameters(config) + config.experts * width
+    else:
+        matrices += (3 if config.activation == "swiglu" else 2) * width * config.ffn
     beyond = max(0, seq_len - (config.sliding_window or seq_len))
     causal = config.arch == "decoder"
     pairs = (seq_len**2 - beyond**2) / 2 if causal else seq_len**2 - beyond * (beyond + 1)

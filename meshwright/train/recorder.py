@@ -59,7 +59,11 @@ class ProgressSink:
         self._progress = progress
 
     def write(self, record: dict[str, Any]) -> None:
-        self._progress.update(record["step"], loss=record["loss"], tokens_per_s=record["tokens_per_s"])
+        said = ""
+        if "expert_load" in record:
+            said = f"fullest expert {record['expert_load']:.2f}x"
+            said += f", {record['dropped_tokens']:,} dropped" * (record["dropped_tokens"] > 0)
+        self._progress.update(record["step"], loss=record["loss"], tokens_per_s=record["tokens_per_s"], said=said)
         held_out = {key: value for key, value in record.items() if key.startswith("val_") and key != "val_targets"}
         if held_out:
             shown = ", ".join(f"{key.removeprefix('val_').replace('_', ' ')} {value:.4g}" for key, value in held_out.items())
@@ -76,7 +80,7 @@ class _Pending:
     result: StepResult
     split: Split
     numbers: Callable[[], list[float]]
-    """Loss, gradient norm, noise; may wait for the device."""
+    """Loss, gradient norm, noise, of experts their two figures; may wait for the device."""
 
 
 class Recorder:
@@ -103,7 +107,8 @@ class Recorder:
 
     def record(self, record: dict[str, Any], agreed: Agreed, result: StepResult, split: Split) -> None:
         """Take a step: `record` has its counters, `result` the device scalars that may not be there yet."""
-        numbers = fetch(torch.stack([result.loss, result.grad_norm, result.noise]))
+        routing = () if result.routing is None else tuple(result.routing)
+        numbers = fetch(torch.stack([result.loss, result.grad_norm, result.noise, *routing]))
         previous, self._pending = self._pending, _Pending(record, agreed, result, split, numbers)
         if previous is not None:
             self._write(previous)
@@ -118,8 +123,10 @@ class Recorder:
 
     def _write(self, pending: _Pending) -> None:
         result, record = pending.result, pending.record
-        loss, norm, small = pending.numbers()
+        loss, norm, small, *routing = pending.numbers()
         record = {"loss": loss, "grad_norm": norm, **record, "loss_scale": result.loss_scale}
+        if routing:
+            record.update(expert_load=routing[0], dropped_tokens=int(routing[1]))
         if pending.agreed.targets == 0:  # no target in the whole global batch: there is no loss
             record.update(loss=None, grad_norm=None)
         record.update(self.figures.of(pending.agreed, pending.split, norm=norm, small=small))

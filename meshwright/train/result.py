@@ -35,6 +35,8 @@ class StepResult:
     noise: mean square norm of the mean gradient of a part of the batch, NaN where it was not measured.
     skipped: whether nothing was updated. retries: fp16 overflowed and will try again with a smaller scale.
     culprit: names the first parameter whose gradient is not finite; every rank calls it, or none.
+    routing: of a model of experts fp64 [2]: load of the fullest expert over the mean, of the worst layer; (token, expert) pairs
+    that an expert had no place for, in all layers.
     """
 
     loss: torch.Tensor
@@ -44,3 +46,4 @@ class StepResult:
     loss_scale: float
     retries: bool
     culprit: Callable[[], str | None]
+    routing: torch.Tensor | None = None

@@ -87,6 +87,7 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
         if agreed.targets == 0:
             zero = torch.zeros_like(loss)
             return StepResult(zero, zero, noise, True, engine.loss_scale, False, _nothing)
+        routing = None if engine.balance is None else engine.balance.figures()
         info = engine.update(lr, config.train.clip, empty=agreed.own == 0)
     return StepResult(
         loss=loss,
@@ -96,6 +97,7 @@ def train_step(run: Context, data: StepData, agreed: Agreed, lr: float) -> StepR
         loss_scale=info.loss_scale,
         retries=engine.scaler is not None and not info.exhausted,
         culprit=engine.nonfinite_parameter if not run.recorder.deferred else _nothing,
+        routing=routing,
     )
 
 

@@ -22,8 +22,9 @@ CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1, "zbv": 2}
 """Pipeline stages on a rank that a schedule is tried with."""
 
 
-def layouts(world: int) -> list[Layout]:
-    """Every way to split `world` ranks into pp x dp_replicate x dp_shard x cp x tp, each with every ZeRO stage, that runs."""
+def layouts(world: int, experts: int = 0) -> list[Layout]:
+    """Every way to split `world` ranks into pp x dp_replicate x dp_shard x cp x tp, each with every ZeRO stage and every way to
+    deal `experts` to data ranks, that runs."""
     splits = [
         (pp, replicate, shard, cp, world // (pp * replicate * shard * cp))
         for pp in _divisors(world)
@@ -32,8 +33,9 @@ def layouts(world: int) -> list[Layout]:
         for cp in _divisors(world // (pp * replicate * shard))
     ]
     every = (
-        Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, zero=zero)
+        Layout(pp=pp, dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, ep=ep, zero=zero)
         for pp, replicate, shard, cp, tp in splits
+        for ep in (_divisors(math.gcd(replicate * shard, experts)) if experts else [1])
         for zero in range(4)
     )
     return [layout for layout in every if not refused(Plan(layout))]
@@ -47,7 +49,7 @@ def plans(world: int, base: Plan, model: ModelConfig, task: str, seq_len: int, r
     base: everything else; its micro-batch is the largest that is used.
     """
     found: dict[Plan, None] = {}
-    for layout in layouts(world):
+    for layout in layouts(world, model.experts):
         for changed in _variants(layout):
             for steps in (1, 3):
                 micro = min(base.micro_batch, math.ceil(math.ceil(rows / layout.dp) / steps))
@@ -83,6 +85,7 @@ def factors(plan: Plan, rows: int) -> dict[str, Hashable]:
     layout = plan.layout
     return {
         **dict(layout.axes),
+        "ep": layout.ep,
         "zero": layout.zero,
         "schedule": plan.schedule if layout.pp > 1 else "",
         "sequence_parallel": plan.sequence_parallel if layout.tp > 1 else "",
@@ -107,7 +110,7 @@ def select(candidates: Sequence[Plan], rows: int) -> list[Plan]:
 def describe(plan: Plan, rows: int) -> tuple[str, str]:
     """(layout, how it is run) in a few words: "zero2 dp_shard 2 x tp 2", "3 micro-steps, selective recompute"."""
     layout = plan.layout
-    parts = [f"{name} {size}" for name, size in layout.axes if size > 1]
+    parts = [f"{name} {size}" for name, size in layout.axes if size > 1] + [f"ep {layout.ep}"] * (layout.ep > 1)
     where = (f"zero{layout.zero} " if layout.zero else "") + (" x ".join(parts) or "one rank")
     how = [f"{plan.schedule}{f' x {plan.chunks}' if plan.chunks > 1 else ''}"] if layout.pp > 1 else []
     how += ["sequence parallel"] if layout.tp > 1 and plan.sequence_parallel else []

@@ -65,6 +65,18 @@ LAYOUTS = {
     "hybrid2-cp": Layout(dp_replicate=2, dp_shard=2, cp=2, zero=2),
     "zero1-cp4": Layout(dp_replicate=2, cp=4, zero=1),
     "zero3-cp-tp-pp": Layout(cp=2, zero=3, tp=2, pp=2),
+    "ep2": Layout(dp_replicate=2, ep=2),
+    "ep4": Layout(dp_replicate=4, ep=4),
+    "data-ep2": Layout(dp_replicate=4, ep=2),
+    "ep2-zero1": Layout(dp_shard=4, zero=1, ep=2),
+    "ep2-zero2": Layout(dp_shard=4, zero=2, ep=2),
+    "ep2-zero3": Layout(dp_shard=4, zero=3, ep=2),
+    "ep4-zero3": Layout(dp_replicate=2, dp_shard=2, zero=3, ep=4),
+    "ep2-hybrid2": Layout(dp_replicate=2, dp_shard=2, zero=2, ep=2),
+    "ep2-tp2": Layout(dp_replicate=2, ep=2, tp=2),
+    "ep2-pp2": Layout(dp_replicate=2, ep=2, pp=2),
+    "ep2-zero3-pp2": Layout(dp_shard=2, zero=3, ep=2, pp=2),
+    "ep2-zero3-tp-pp": Layout(dp_shard=2, zero=3, ep=2, tp=2, pp=2),
 }
 SCHEDULES = tuple(CHUNKS)
 

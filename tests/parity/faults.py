@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel import context, context_blocks, engine, links, norm, replicate, tensor, zero
+from meshwright.distributed.mesh import AxisGroups
+from meshwright.parallel import context, context_blocks, engine, expert, links, norm, replicate, tensor, zero
 from meshwright.spec.pipeline import RECEIVE_GRADIENT
 from meshwright.verify import cases
 from tests.parity.cells import LAYOUTS, Cell
@@ -72,8 +73,8 @@ def _mean_over_ranks() -> Any:
 def _square_of_a_tie_twice() -> Any:
     real = replicate.Gradients.square
 
-    def doubled(self: replicate.Gradients, counted: bool = True) -> torch.Tensor:
-        total = real(self, counted)
+    def doubled(self: replicate.Gradients, counted: bool = True, domain: str | None = None) -> torch.Tensor:
+        total = real(self, counted, domain)
         for part in self.parameters.ranges:
             for run in part.runs():
                 if run.slot.name == "embedding.weight":
@@ -91,7 +92,7 @@ def _norm_of_one_shard() -> Any:
 def _every_copy_counts() -> Any:
     """Parameters that tensor-parallel ranks hold alike are in the norm once a rank."""
     real = replicate.Gradients.square
-    return mock.patch.object(replicate.Gradients, "square", lambda self, counted=True: real(self, counted=False))
+    return mock.patch.object(replicate.Gradients, "square", lambda self, counted=True, domain=None: real(self, False, domain))
 
 
 def _no_shared_sum() -> Any:
@@ -215,6 +216,66 @@ def _positions_of_the_run() -> Any:
     return mock.patch.object(context._Rope, "__call__", local)
 
 
+def _experts_over_all_ranks() -> Any:
+    """Gradients of experts are summed over all data ranks, those that hold others included."""
+    real = expert._groups
+
+    def wrong(plan: Any, mesh: Any) -> Any:
+        group, domain = real(plan, mesh)
+        return group, replace(domain, data=AxisGroups(mesh).data)
+
+    return mock.patch.object(expert, "_groups", wrong)
+
+
+def _experts_not_summed() -> Any:
+    """Each of the ranks that hold the same experts keeps what its own tokens gave."""
+    real = expert._groups
+
+    def wrong(plan: Any, mesh: Any) -> Any:
+        group, domain = real(plan, mesh)
+        return group, replace(domain, data=None, replicas=None)
+
+    return mock.patch.object(expert, "_groups", wrong)
+
+
+def _norm_of_own_experts() -> Any:
+    real = expert._groups
+
+    def wrong(plan: Any, mesh: Any) -> Any:
+        group, domain = real(plan, mesh)
+        return group, replace(domain, distinct=None)
+
+    return mock.patch.object(expert, "_groups", wrong)
+
+
+def _every_rank_counts_all_experts() -> Any:
+    """The squares of everything, not of the experts alone, are summed over the ranks that share experts."""
+    real = replicate.Gradients.square
+    return mock.patch.object(replicate.Gradients, "square", lambda self, counted=True, domain=None: real(self, counted))
+
+
+def _rows_of_experts_lost() -> Any:
+    """The last row that a rank sends to another comes back as zeros."""
+    real = expert.deal
+
+    def lossy(x: torch.Tensor, send: list[int], receive: list[int], key: str) -> torch.Tensor:
+        out = real(x, send, receive, key)
+        return torch.cat((out[:-1], torch.zeros_like(out[-1:]))) if x.is_floating_point() and len(out) else out
+
+    return mock.patch.object(expert, "deal", lossy)
+
+
+def _balance_on_every_tensor_rank() -> Any:
+    """Ranks that compute the same balance terms do not share them out."""
+    real = tensor._Splitter._experts
+
+    def whole(self: Any, module: Any, name: str, enter: Any) -> None:
+        real(self, module, name, enter)
+        module.router.share = 1.0
+
+    return mock.patch.object(tensor._Splitter, "_experts", whole)
+
+
 def _sized(cell: Cell, **sizes: bool) -> bool:
     """Whether each axis named is wider than 1 (True), or not (False)."""
     known = LAYOUTS[cell.layout].to_dict()
@@ -226,7 +287,31 @@ def _tied_over_stages(cell: Cell) -> bool:
     return cell.model in ("tied", "mlm", "dropout") and cell.layout in ("pp", "data-pp") and cell.schedule != "zbv"
 
 
+def _experts_apart(cell: Cell) -> bool:
+    """Whether experts are dealt, and each has several holders."""
+    layout = LAYOUTS[cell.layout]
+    return cell.model == "moe" and 1 < layout.ep < layout.dp
+
+
 FAULTS: dict[str, Fault] = {
+    "gradients of experts are summed over all ranks": Fault(
+        _experts_over_all_ranks, lambda cell: cell.model == "moe" and cell.layout in ("ep2", "ep4", "ep2-tp2", "ep2-pp2")
+    ),
+    "gradients of experts are not summed": Fault(
+        _experts_not_summed, lambda cell: _experts_apart(cell) and not LAYOUTS[cell.layout].zero
+    ),
+    "the norm knows one rank's experts": Fault(
+        _norm_of_own_experts, lambda cell: cell.model == "moe" and LAYOUTS[cell.layout].ep > 1
+    ),
+    "the norm counts all as experts": Fault(
+        _every_rank_counts_all_experts, lambda cell: cell.model == "moe" and LAYOUTS[cell.layout].ep > 1
+    ),
+    "a row of an expert is lost": Fault(
+        _rows_of_experts_lost, lambda cell: cell.model == "moe" and LAYOUTS[cell.layout].ep > 1
+    ),
+    "balance terms count once a tensor rank": Fault(
+        _balance_on_every_tensor_rank, lambda cell: cell.model == "moe" and LAYOUTS[cell.layout].tp > 1
+    ),
     "a reduce is dropped": Fault(_no_gradient_all_reduce, lambda cell: cell.layout == "data"),
     "replicas are not summed": Fault(_no_gradient_all_reduce, lambda cell: cell.layout in ("hybrid1", "hybrid2")),
     "a reduce-scatter is dropped": Fault(_no_reduce_scatter, lambda cell: cell.layout in ("zero1", "zero2")),

@@ -60,6 +60,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "gqa": {"model": {**_DECODER, "heads": 8, "kv_heads": 2, "qk_norm": True, "qkv_bias": True}},
     "mqa": {"model": {**_DECODER, "kv_heads": 1, "norm": "layer", "activation": "gelu_tanh"}},
     "dropout": {"model": {**_DECODER, "kv_heads": 2, "tied": True, "dropout": 0.1}},
+    "moe": {
+        "model": {
+            **_DECODER,
+            "kv_heads": 2,
+            "moe_ffn": 64,
+            "experts": 8,
+            "experts_per_token": 2,
+            "balance_coefficient": 0.1,
+            "router_z_loss": 1e-2,
+        },
+    },
     "mlm": {
         "model": {**_BERT, "tied": True, "head_bias": True, "head_transform": True},
         "objective": {"kind": "masked_lm", "mask_fraction": 0.2},
@@ -78,6 +89,26 @@ MODELS: dict[str, dict[str, Any]] = {
 """`plain` is `nn.TransformerEncoder` of `nn.TransformerEncoderLayer(activation="relu", norm_first=False)`, with a norm."""
 
 
+APART: dict[str, dict[str, Any]] = {
+    "moe-bias": {
+        "model": {
+            **_DECODER,
+            "ffn": 48,
+            "experts": 4,
+            "experts_per_token": 2,
+            "router_normalised": False,
+            "balance": "bias",
+            "balance_coefficient": 0.02,
+            "capacity": 0.8,
+            "activation": "gelu",
+        },
+        "data": {"packing": "none"},
+    },
+}
+"""What the array does not try on every layout."""
+_ALL = {**MODELS, **APART}
+
+
 def config_of(model: str, precision: str = "fp64", clip: bool = True, **sections: Any) -> Config:
     """fp64 trains with AdamW; fp32 and below with SGD, since AdamW makes rounding of a small gradient as large as an update.
 
@@ -92,8 +123,8 @@ def config_of(model: str, precision: str = "fp64", clip: bool = True, **sections
         "train": {"batch": ROWS, "lr": 3e-3 if exact else 5e-2, "clip": 0.3 if clip else 0.0, "optimizer": optimizer},
         "precision": precision,
     }
-    causal = MODELS[model]["model"]["arch"] == "decoder"
-    for source in ({"objective": {"response_only": causal}}, MODELS[model], sections):
+    causal = _ALL[model]["model"]["arch"] == "decoder"
+    for source in ({"objective": {"response_only": causal}}, _ALL[model], sections):
         for name, section in source.items():
             values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
     return Config.model_validate(values)

@@ -78,11 +78,11 @@ class Ledger:
         gather, release = GatheredPart.gather, GatheredPart.release
         ledger = self
 
-        def gathers(part: GatheredPart, group: Any) -> None:
+        def gathers(part: GatheredPart) -> None:
             if not part.there:
                 ledger.log.append(f"gather {units[id(part)]}")
                 ledger.received += part.whole_weights.nbytes
-            gather(part, group)
+            gather(part)
             ledger.peak = max(ledger.peak, ledger.held())
 
         def releases(part: GatheredPart) -> None:

@@ -21,6 +21,7 @@ COMMON: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 GROUPED = {**COMMON, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+EXPERTS = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "bos_token_id": 0, "eos_token_id": 0}
 
 
@@ -46,6 +47,12 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3": _of("Qwen3ForCausalLM", "Qwen3Config", **GROUPED, head_dim=16),
     "qwen3-tied": _of("Qwen3ForCausalLM", "Qwen3Config", **GROUPED, head_dim=8, tie_word_embeddings=True, attention_bias=True),
+    "mixtral": _of("MixtralForCausalLM", "MixtralConfig", **GROUPED, head_dim=8, num_local_experts=5),
+    "mixtral-window": _of("MixtralForCausalLM", "MixtralConfig", **GROUPED, head_dim=8, num_local_experts=3, sliding_window=7),
+    "qwen3-moe": _of("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **GROUPED, **EXPERTS, norm_topk_prob=True),
+    "qwen3-moe-plain": _of(
+        "Qwen3MoeForCausalLM", "Qwen3MoeConfig", **GROUPED, **EXPERTS, norm_topk_prob=False, attention_bias=True
+    ),
     "gpt2": _of("GPT2LMHeadModel", "GPT2Config", **GPT2),
     "gpt2-untied": _of(
         "GPT2LMHeadModel", "GPT2Config", **GPT2, n_inner=40, activation_function="gelu", tie_word_embeddings=False

@@ -109,7 +109,7 @@ def test_unknown_fields_are_kept_and_named() -> None:
 def test_defaults_are_those_of_transformers() -> None:
     import transformers
 
-    kinds = ("Llama", "Mistral", "Qwen2", "Qwen3", "GPT2", "Bert", "Roberta", "Ernie")
+    kinds = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "GPT2", "Bert", "Roberta", "Ernie")
     for name, kind in zip(FAMILIES, kinds, strict=True):
         full = getattr(transformers, f"{kind}Config")().to_dict()
         required = set(FAMILIES[name].fields.values()) - set(FAMILIES[name].defaults)

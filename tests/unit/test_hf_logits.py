@@ -42,7 +42,8 @@ def _both_ways(model: Any, source: Path, target: Path) -> None:
 
 
 # Mutations, each red: q and k swapped in the map; c_attn not transposed; attention_norm and mlp_norm swapped; parts of a
-# fused parameter taken as one run of rows; the bias of an untied BERT head taken from the parameter that is not read.
+# fused parameter taken as one run of rows; gate and value of an expert swapped; the weights of a token's experts always made
+# to sum to 1; the bias of an untied BERT head taken from the parameter that is not read.
 @pytest.mark.parametrize("name", MODELS)
 def test_both_ways(name: str, tmp_path: Path) -> None:
     model = saved(name, tmp_path / "theirs")
@@ -119,6 +120,9 @@ OWN: list[tuple[str, str, dict[str, Any]]] = [
     ("qwen2", "lm", {**DECODER, "qkv_bias": True}),
     ("qwen2", "lm", {**DECODER, "qkv_bias": True, "sliding_window": 5}),
     ("qwen3", "lm", {**DECODER, "qk_norm": True, "head_dim": 24, "tied": True}),
+    ("mixtral", "lm", {**DECODER, "experts": 5, "experts_per_token": 2, "router_z_loss": 0.1}),
+    ("qwen3_moe", "lm", {**DECODER, "qk_norm": True, "experts": 6, "experts_per_token": 3, "moe_ffn": 24, "tied": True}),
+    ("qwen3_moe", "lm", {**DECODER, "qk_norm": True, "experts": 4, "router_normalised": False, "balance": "none"}),
     ("gpt2", "lm", {**DECODER, **GPT, "tied": True}),
     ("gpt2", "lm", {**DECODER, **GPT}),
     ("bert", "mlm", {**ENCODER, "tied": True}),

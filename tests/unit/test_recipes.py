@@ -10,7 +10,7 @@ from meshwright.config.recipes import recipe, recipes
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import ConfigError
 from meshwright.models import build
-from meshwright.spec.counts import parameter_count, parameter_groups
+from meshwright.spec.counts import active_parameters, expert_parameters, parameter_count, parameter_groups
 from meshwright.spec.model_rules import check
 
 PUBLISHED = {
@@ -41,7 +41,10 @@ PUBLISHED = {
     "roberta-large": 355_412_057,
     "ernie-3.0-base-zh": 117_984_064,  # without the three task-type rows (2,304 values)
     "encoder-24x1024": 304_046_928,  # torch's own layer: see below
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
     "debug": 125_248,  # with 512 tokens
+    "debug-moe": 353_600,
     "debug-encoder": 137_536,
 }
 
@@ -69,7 +72,9 @@ def test_counts(name):
     assert parameter_count(config, task_of(config)) == PUBLISHED[name]
 
 
-@pytest.mark.parametrize("name", ["debug", "debug-encoder", "gpt2", "qwen3-0.6b", "roberta-base", "encoder-24x1024"])
+@pytest.mark.parametrize(
+    "name", ["debug", "debug-moe", "debug-encoder", "gpt2", "qwen3-0.6b", "roberta-base", "encoder-24x1024"]
+)
 @pytest.mark.parametrize("task", ["own", "classify"])
 @pytest.mark.parametrize("pooler", [True, False])
 def test_groups_equal_the_module(name, task, pooler):
@@ -89,6 +94,20 @@ def test_groups_equal_the_module(name, task, pooler):
     assert parameter_groups(config, task) == counted
 
 
+# Published as 12.9 and 3.3 billion. Mutation: the router left out of what every token passes: the first is red.
+@pytest.mark.parametrize(("name", "active"), [("mixtral-8x7b", 12_879_925_248), ("qwen3-30b-a3b", 3_353_032_704)])
+def test_active_parameters(name, active):
+    config = resolved(name)
+    assert active_parameters(config, "lm") == active
+    expert = 3 * config.width * (config.moe_ffn or config.ffn)
+    assert expert_parameters(config) == expert
+    assert PUBLISHED[name] - active == config.layers * (config.experts - config.experts_per_token) * expert
+
+
+def test_a_dense_model_is_all_active():
+    assert active_parameters(resolved("debug"), "lm") == PUBLISHED["debug"] and expert_parameters(resolved("debug")) == 0
+
+
 def test_encoder_24x1024_is_torch_s_own_encoder():
     with torch.device("meta"):
         layer = nn.TransformerEncoderLayer(1024, 16, 2048)
@@ -106,7 +125,14 @@ def test_counts_against_transformers():
         llama = common | {"num_key_value_heads": c.kv_heads or c.heads, "tie_word_embeddings": c.tied}
         llama |= {"head_dim": c.head_dim or c.width // c.heads}
         bert = common | {"type_vocab_size": c.token_types}
-        if name.startswith(("llama", "debug")) and c.arch == "decoder":
+        moe = {"moe_intermediate_size": c.moe_ffn, "num_experts": c.experts, "num_experts_per_tok": c.experts_per_token}
+        if name.startswith("mixtral"):
+            made = transformers.MixtralConfig(**llama, num_local_experts=c.experts)
+        elif name == "debug-moe":
+            continue
+        elif name == "qwen3-30b-a3b":
+            made = transformers.Qwen3MoeConfig(**llama, **moe)
+        elif name.startswith(("llama", "debug")) and c.arch == "decoder":
             made = transformers.LlamaConfig(**llama)
         elif name.startswith("mistral"):
             made = transformers.MistralConfig(**llama)

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 
 from meshwright.verify.cover import pairwise
@@ -61,14 +61,16 @@ def candidates() -> list[Cell]:
 
 
 def whole_product() -> list[Cell]:
-    """Every model x layout x schedule x accumulation x precision x clipping; kinds of recompute and compilation take turns, so
-    that each meets every one of these, in a fixed order."""
+    """Every model x layout x schedule x accumulation x precision x clipping; kinds of tensor and context parallelism, of
+    recompute and of compilation take turns, so that each meets every one of these, in a fixed order."""
     cells = []
-    for shape in shapes(8):
-        for steps, precision, clip in product((1, 3), ("fp64", "fp32"), (True, False)):
-            number = len(cells)
-            turn = {"recompute": RECOMPUTE[number % 3], "compile": COMPILE[number % 5 == 4]}
-            cells.append(replace(shape, accumulation=steps, precision=precision, clip=clip, **turn))
+    alike = groupby(shapes(8), key=lambda shape: (shape.model, shape.layout, shape.schedule))
+    for kinds in (list(same) for _, same in alike):
+        for number, (steps, precision, clip) in enumerate(product((1, 3), ("fp64", "fp32"), (True, False))):
+            # over the eight every kind comes with each value of the others
+            kind = kinds[(number ^ number >> 1 ^ number >> 2) % len(kinds)]
+            turn = {"recompute": RECOMPUTE[len(cells) % 3], "compile": COMPILE[len(cells) % 5 == 4]}
+            cells.append(replace(kind, accumulation=steps, precision=precision, clip=clip, **turn))
     return cells
 
 
@@ -81,6 +83,8 @@ def alone() -> list[Cell]:
         shapes += [Cell(model, "pp", schedule) for schedule in SCHEDULES]
         shapes += [Cell(model, "cp", context=context) for context in CONTEXT]
         for shape in shapes:
+            if shape.refused():
+                continue
             turn = len(cells) + number  # there is an even number of strategies, so that they would fall into step
             cells.append(
                 replace(

@@ -33,7 +33,7 @@ def test_every_strategy_is_alone_on_every_model():
         for schedule in SCHEDULES:
             assert (model, "pp", schedule, True) in found
         alone = {cell.context for cell in ARRAY if (cell.model, cell.layout) == (model, "cp")}
-        assert alone == set(array.CONTEXT)
+        assert alone == (set() if model == "moe" else set(array.CONTEXT)), "experts are not counted by parts of a row"
 
 
 def test_full_stacks_use_8_ranks_and_everything():

@@ -15,7 +15,7 @@ from meshwright.data.batch import IGNORE
 from meshwright.data.loader import Loader
 from meshwright.kernels.dropout import position_keys
 from meshwright.models import build
-from meshwright.parallel.runner import learned
+from meshwright.parallel.inputs import scalar_loss
 from meshwright.train.objectives import make_objective
 from tests.parity import array
 from tests.parity.cells import LAYOUTS, limits_of, reference_of, run_cell
@@ -70,7 +70,7 @@ def test_one_device_is_what_torch_alone_computes(model, clip):
         key = position_keys(config.run.seed, batch.samples, torch.arange(batch.tokens.shape[1])) if model == "dropout" else None
         optimizer.zero_grad()
         parts = make_objective(config.objective, 3).loss(net, batch, key)
-        (learned(parts) / (batch.labels != IGNORE).sum()).backward()
+        (scalar_loss(parts) / (batch.labels != IGNORE).sum()).backward()
         loss = float((parts.loss_sum - parts.z_sum).detach()) / int((batch.labels != IGNORE).sum())
         assert known.trace.losses[number] == pytest.approx(loss, rel=1e-12)
         for name, expected in known.gradients[number].items():

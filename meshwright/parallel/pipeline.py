@@ -178,7 +178,7 @@ def cut(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Stages:
 
 def _check_model(model: nn.Module) -> list[Finding]:
     """Why a model cannot be cut: all reasons."""
-    name, fix = type(model).__name__, "Use pp: 1"
+    name, fix = type(model).__name__, "Use pp: 1, or one of our models: adopt(module) makes one of a transformer"
     layers = getattr(model, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         return [Finding(name, "cannot be cut into stages: it has no `layers`, a ModuleList", fix)]

@@ -20,7 +20,7 @@ from meshwright.parallel.engine import Axes, Engine, StepInfo
 from meshwright.parallel.expert import split_experts
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.foreign import StudiedParameters
-from meshwright.parallel.inputs import cast_inputs
+from meshwright.parallel.inputs import cast_buffers, cast_inputs
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.precision import LossScaler, working_dtype
@@ -86,9 +86,10 @@ def parallelize(
     unit = stages.unit if blocks.declared else blocks.unit
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
     options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": unit}
+    parameters, gradients = _data_parallel(model, plan, axes, **options)
     if not isinstance(model, Trunk):
         cast_inputs(model, options["dtype"])
-    parameters, gradients = _data_parallel(model, plan, axes, **options)
+        cast_buffers(model, parameters.persistent, options["dtype"])
     moments = FlatOptimizer(optimizer, parameters, ema)
     scaler = LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None
     local, exchanged = slow_links(sync, mesh, parameters, gradients, moments, scaler, seed)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from meshwright.errors import Finding, UserError
 
-__all__ = ["cast_inputs", "scalar_loss"]
+__all__ = ["cast_buffers", "cast_inputs", "scalar_loss"]
 
 
 def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
@@ -21,6 +23,17 @@ def cast_inputs(model: nn.Module, dtype: torch.dtype) -> None:
         return _cast(args, dtype), _cast(kwargs, dtype)
 
     model.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+def cast_buffers(model: nn.Module, persistent: Collection[str], dtype: torch.dtype) -> None:
+    """Floating buffers that a checkpoint keeps, such as tables of positions, get the dtype of the weights, with which they are
+    added. Statistics of norms keep theirs, and so do buffers that are no part of the state: of rotary frequencies and the like
+    their modules see to the precision."""
+    for name, module in model.named_modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            kept = isinstance(module, _NormBase) or f"{name}.{key}".lstrip(".") not in persistent
+            if buffer.is_floating_point() and not kept and buffer.dtype != dtype:
+                setattr(module, key, buffer.to(dtype))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

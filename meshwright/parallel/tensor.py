@@ -65,7 +65,8 @@ def split_tensors(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Shar
         return Sharing()
     if not isinstance(model, Trunk):
         what = f"{plan.layout.tp} ranks cannot split {type(model).__name__}: nothing says how its parameters are dealt"
-        raise LayoutError(findings=[Finding("layout.tp", what, "Use tp: 1, or one of our models: adopt(module) makes one of a transformer")])
+        fix = "Use tp: 1, or one of our models: adopt(module) makes one of a transformer"
+        raise LayoutError(findings=[Finding("layout.tp", what, fix)])
     findings = tensor_findings(model.config, plan.layout.tp)
     if findings:
         raise LayoutError(findings=findings)

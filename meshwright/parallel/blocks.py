@@ -45,7 +45,7 @@ class Blocks:
 
 def find_blocks(model: nn.Module) -> Blocks:
     """`model.layers` where that is an nn.ModuleList. Else, of every nn.ModuleList and nn.Sequential in which a class with
-    parameters occurs at least twice, the one whose entries of that class have most parameters; of equal ones the outermost.
+    parameters occurs at least twice, the one whose entries of that class have most parameters.
 
     A model with `gather_whole = True` says that it has none.
     """

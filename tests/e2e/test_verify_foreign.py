@@ -15,7 +15,7 @@ MODULE = Path(__file__).with_name("foreign_arch.py")
 PLANS = [{"layout": {"dp_replicate": 2}}, {"layout": {"dp_shard": 2, "zero": 3}, "recompute": "full"}]
 
 
-# Mutations, each red: no probe for registered models; ZeRO-3 takes the layers from `model.layers` alone (no recompute then).
+# Mutation, red: registered models are not probed.
 @pytest.mark.parametrize(
     ("arch", "says"),
     [("straight", []), ("sideways", ["encoder.layers.0", "batch_first=False"]), ("normed", ["scale (BatchNorm1d)"])],

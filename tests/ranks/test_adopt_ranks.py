@@ -93,8 +93,7 @@ FAST = [("encoder", "tp-pp"), ("encoder", "zero3-pp"), ("gpt2", "tp"), ("bert", 
 SLOW = [(kind, layout) for kind in ("encoder", "gpt2", "bert") for layout in LAYOUTS if (kind, layout) not in FAST]
 
 
-# Mutations, each red: the stacked rows of queries, keys and values taken as one run; weights given back before the last update;
-# pieces of the tensor-parallel ranks summed where they hold the same.
+# Mutation, red: what several tensor-parallel ranks hold is summed when weights are made whole.
 @pytest.mark.parametrize(("kind", "layout"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)])
 def test_an_adopted_model_trains_as_the_module_that_it_was(ranks, kind, layout):
     reference = oracle(kind)

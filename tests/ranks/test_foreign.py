@@ -145,8 +145,8 @@ EVERY = [
 ]
 
 
-# Mutations, each red: a sparse gradient added without being made dense; a lesson without `drop` (branching); strays not kept
-# with the rest (odd), and saved weights not fetched (aside); a released part of a block that another block shares.
+# Mutations, each red: a lesson without `drop` (branching); strays not kept with the rest (odd); what backward needs not
+# fetched, or not kept with the rest (aside, without overlap).
 @pytest.mark.parametrize(("kind", "layout"), EVERY)
 def test_any_module_equals_plain_torch(ranks, kind, layout):
     check(ranks, Job(kind, layout))
@@ -172,8 +172,8 @@ def test_accumulation_and_recompute_change_nothing(ranks, job):
     check(ranks, job)
 
 
-# Mutations, each red: without the sum of the ranks' two numbers in backward; with the mean of the ranks' variances; with the
-# count of one rank in the unbiased variance; statistics of a recomputed block counted twice.
+# Mutations, each red: without the sum of the ranks' two numbers in backward; without the distances of the ranks' means in the
+# variance; statistics of a recomputed block counted twice.
 @pytest.mark.parametrize("layout", ["data", "zero3"])
 def test_batch_norm_of_all_ranks_is_that_of_one_device_under_recompute_too(ranks, layout):
     check(ranks, Job("signals", layout, recompute="full"))

@@ -9,7 +9,7 @@ from meshwright.parallel.blocks import find_blocks
 from tests.ranks.foreign_models import KINDS
 
 
-# Mutations, each red: the innermost list wins; a list of lists is taken; entries are numbered without gaps.
+# Mutation, red: a list of lists is taken for a list of blocks.
 @pytest.mark.parametrize(
     ("kind", "name", "count"),
     [

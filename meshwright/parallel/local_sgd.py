@@ -2,8 +2,8 @@
 
 A replica is what `dp_shard`, `tp` and `pp` make up; inside it everything is as it always is. Across replicas, after `warmup`
 steps in which gradients are summed as usual, no gradient is exchanged: each replica divides its loss by the targets of its own
-rows, clips by its own norm, skips and scales its loss for itself, and keeps moments, loss scale and count of updates for itself.
-With the weights A in which a round of `every` steps begins, and W[r] at its end on replica r of R:
+rows, clips by its own norm, skips for itself, and has moments, loss scale and count of updates for itself. With
+the weights A in which a round of `every` steps begins, and W[r] at its end on replica r of R:
 
     d[r] = A - W[r],   D = mean over r of d[r]
 

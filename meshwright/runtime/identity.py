@@ -58,7 +58,7 @@ def refuse_other_replicas(config: Config, plan: Plan, meta: dict[str, Any], wher
         findings = [
             Finding(
                 f"plan.{key}",
-                f"is {getattr(plan, key)}, but {where} was made with {getattr(then, key)}, to which what PowerSGD keeps belongs",
+                f"is {getattr(plan, key)}, but {where} was made with {getattr(then, key)}, as what PowerSGD keeps",
                 "Resume with the plan of the run, or start anew in another --run.dir",
             )
             for key in changed

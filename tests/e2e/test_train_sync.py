@@ -1,8 +1,6 @@
 """Training with slow links through the product's own loop: what it says, saves, resumes, evaluates and hands out.
 
-Mutations tried, each red: the sums on their way not waited for before a save, `restore` without the count of steps, evaluation
-with a replica's own weights (`test_a_run_with_a_late_outer_step_goes_on_and_its_figures_are_of_the_common_weights`), the
-refusal of another number of replicas left out.
+Mutation tried: evaluation with a replica's own weights, red in the first test.
 """
 
 from __future__ import annotations

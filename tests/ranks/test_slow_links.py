@@ -1,11 +1,12 @@
 """Every slow-link method against its own simulation (tests/ranks/slow_links.py), in fp64 to 1e-9; measured 1e-13 and below.
 
 Mutations tried, each red in the test named: the mean taken over the world and not over the replicas, the momentum without
-Nesterov's second term, an outer step from the newest mean with overlap, begins that are not moved with the anchor, gradients
-still summed over the replicas, the loss divided by the targets of all, a norm over all replicas, moments that start anew after
-a round (`test_a_method_is_its_simulation`); a sum in bf16 instead of fp32, a replica's own piece of the sum not rounded, errors
-not added, Q that starts anew every step (`test_compression_is_its_simulation`); begins, the momentum, what is coming, errors,
-Q or the count of steps left out of the checkpoint (`test_a_run_that_was_stopped_in_a_round_goes_on_bitwise`).
+Nesterov's second term, an outer step from the newest mean with overlap, begins that are not moved with the anchor,
+gradients still summed over the replicas, the loss divided by the targets of all, a norm over all replicas, moments that start
+anew after a round (`test_a_method_is_its_simulation`); a sum in bf16 and not wider, a replica's own piece of it not rounded,
+errors not added, Q that starts anew every step (`test_compression_is_its_simulation`); begins, the momentum, what is coming,
+errors, Q or the count of steps left out of the checkpoint, sums that a save does not wait for
+(`test_a_run_that_was_stopped_in_a_round_goes_on_bitwise`).
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,12 +41,17 @@ def parallelize(
     device: torch.device,
     loss_scale: LossScaleConfig | None = None,
     ema: float = 0.0,
+    dtype: torch.dtype | None = None,
+    label: Callable[[nn.Parameter], int] | None = None,
+    make_optimizer: Callable[[FlatParameters], FlatOptimizer] | None = None,
 ) -> Engine:
     """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.
 
     model: filled, on any device; or on meta, to be filled inside `engine.masters()`. mesh: with the axes of the layout;
     None for one process without a process group. table: where the model declares ties; None: ties are what the model
-    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none.
+    shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none. dtype: of the working weights, where it is
+    not the plan's (a module that casts for itself keeps its own). label, make_optimizer: for a caller with groups of
+    parameters and an optimizer of its own (`parallel.own_optimizer`), which then counts, not `optimizer`.
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
@@ -61,12 +67,13 @@ def parallelize(
     compile_blocks(model, plan.compile)
     axes = Axes.of(mesh, plan.layout.zero)
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
-    options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
+    options |= {"dtype": dtype or working_dtype(plan.precision), "sharing": sharing, "unit": stages.unit}
+    options |= {} if label is None else {"label": label}
     parameters, gradients = _data_parallel(model, plan, mesh, axes, **options)
     return Engine(
         parameters,
         gradients,
-        FlatOptimizer(optimizer, parameters, ema),
+        make_optimizer(parameters) if make_optimizer else FlatOptimizer(optimizer, parameters, ema),
         scaler=LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None,
         axes=axes,
         runner=stages.runner(),

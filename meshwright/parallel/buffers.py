@@ -109,10 +109,13 @@ class Run:
 
 class Range(Protocol):
     """Elements that this rank updates: 1-d tensors of one size that share an element index. `mixed`: whether master and
-    working are two tensors. shared, counted: as in `Placement`, of all that lies in it. offload: as in `Plan`."""
+    working are two tensors. label: which of the caller's own groups it is in. shared, counted: as in `Placement`, of all that
+    lies in it. offload: as in `Plan`."""
 
     @property
     def decay(self) -> bool: ...
+    @property
+    def label(self) -> int: ...
     @property
     def shared(self) -> str: ...
     @property
@@ -143,10 +146,11 @@ class Kind:
     decay: bool
     shared: str
     counted: bool
+    label: int = 0
 
     @property
-    def order(self) -> tuple[bool, str, bool]:
-        return not self.decay, self.shared, not self.counted
+    def order(self) -> tuple[bool, str, bool, int]:
+        return not self.decay, self.shared, not self.counted, self.label
 
 
 class Group:
@@ -169,7 +173,7 @@ class Group:
         self.slots = slots
         self.offload = offload
         self.size = edges[-1]
-        self.decay, self.shared, self.counted = kind.decay, kind.shared, kind.counted
+        self.decay, self.shared, self.counted, self.label = kind.decay, kind.shared, kind.counted, kind.label
         self.dtype = dtype
         self.device = device
         self._gradient: torch.Tensor | None = None

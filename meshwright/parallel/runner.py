@@ -44,7 +44,7 @@ class SerialRunner:
             parts = forward(engine.model, number)
             taken(number, parts)
             with engine.backward_scope(last=number == count - 1):
-                (parts.loss_sum * factor).backward()
+                (parts.loss_sum * factor).backward(inputs=engine.reach)
 
     def evaluate(self, engine: Engine, count: int, forward: Forward, taken: Taken) -> None:
         for number in range(count):

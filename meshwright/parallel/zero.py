@@ -49,6 +49,7 @@ class Part:
         self.size = (end - begin) // ways
         self.start = begin + rank * self.size
         self.decay, self.shared, self.counted, self.mixed = group.decay, group.shared, group.counted, group.mixed
+        self.label = group.label
         self.offload = group.offload
         self.working = self._keep()
         self.master = self.buffer() if self.mixed else self.working

@@ -219,6 +219,10 @@ class OwnOptimizer(FlatOptimizer):
         flat.grad = None
         flat.data.copy_(before)
 
+    def set_steps(self, owner: int, steps: int) -> None:
+        """The number of updates that optimizer `owner` has made."""
+        self._steps[owner].fill_(steps)
+
     def take(self, owner: int, values: Callable[[nn.Parameter], Mapping[str, Any] | None]) -> None:
         """Moments in torch's own form: of a parameter, the state that a torch optimizer keeps of it ("exp_avg", "step", ...).
 

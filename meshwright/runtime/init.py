@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import sys
-import weakref
 from types import TracebackType
 
 import torch.distributed as dist
@@ -48,8 +47,7 @@ class _Ending:
     """Closes a run when the interpreter ends. After an error it does not wait for the other ranks, which would wait too."""
 
     def __init__(self, run: Run, groups: contextlib.AbstractContextManager[Ranks]):
-        self._run = weakref.ref(run)
-        self._kept = run  # the groups live as long as the process, as torch's own would
+        self._run = run
         self._groups = groups
         self._failed: BaseException | None = None
         self._before = sys.excepthook
@@ -67,7 +65,7 @@ class _Ending:
         self._before(kind, error, trace)
 
     def _close(self) -> None:
-        self._kept.close()
+        self._run.close()
         error = self._failed
         with contextlib.suppress(BaseException if error is not None else MeshwrightError):
             self._groups.__exit__(type(error) if error else None, error, None)

@@ -158,7 +158,7 @@ class Run:
         ]
         self._loaders += dealt
         rows = made.micro_batch if isinstance(plan, Plan) or "micro_batch" in _keys(plan) else micro_batch
-        training = Training(model, engine, own, self.ranks, cast=cast, split=split, micro_batch=rows, accumulate=accumulate)
+        training = Training(model, engine, own, self.ranks, cast=cast, split=split, rows_at_once=rows, accumulate=accumulate)
         training.loader = dealt[0] if dealt else None
         training.clip, training.stop = clip, on_nonfinite == "stop"
         training.optimizers = tuple(ParallelOptimizer(each, training, number) for number, each in enumerate(optimizers))

@@ -67,7 +67,7 @@ class _Open:
 
 @dataclass(eq=False)
 class Training:
-    """split, micro_batch: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts. accumulate:
+    """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts. accumulate:
     micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by definition. stop: raise where a
     loss or gradient is not finite. name: of its tensors in a checkpoint, "" for the only one.
     """
@@ -79,7 +79,7 @@ class Training:
     cast: Cast = nullcontext
     loader: UserLoader | None = None
     split: Split = split_rows
-    micro_batch: int | None = None
+    rows_at_once: int | None = None
     accumulate: int = 1
     clip: float = 0.0
     stop: bool = True
@@ -149,11 +149,11 @@ class Training:
         """(batch, whether it stands in for no rows), the same number on every rank."""
         empty = self.loader is not None and self.loader.stands_in(batch)
         count = self.accumulate
-        if self.micro_batch is not None:
+        if self.rows_at_once is not None:
             rows = rows_of(batch)
             if rows is None:
                 split_rows(batch, 2)  # which says why it cannot be cut
-            count = max(1, math.ceil((rows or 0) / self.micro_batch))
+            count = max(1, math.ceil((rows or 0) / self.rows_at_once))
             if self.ranks.size > 1:
                 count = int(max_scalars([count], self.ranks.control)[0])
         if count == 1:

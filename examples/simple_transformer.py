@@ -111,9 +111,7 @@ def by_run(args: argparse.Namespace, model: nn.Module, data: Dataset) -> None:
 def by_deepspeed(args: argparse.Namespace, model: nn.Module, data: Dataset) -> None:
     from meshwright import deepspeed  # was: import deepspeed
 
-    engine, _, loader, _ = deepspeed.initialize(
-        args=args, model=model, model_parameters=model.parameters(), training_data=data
-    )
+    engine, _, loader, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters(), training_data=data)
     while engine.global_steps < args.steps:
         for tokens, targets in loader:
             logits = engine(tokens)

@@ -8,9 +8,7 @@ EXAMPLE = "Example: meshwright launch --nproc 4 train.py --epochs 3"
 
 
 def register(app: typer.Typer) -> None:
-    @app.command(
-        epilog=EXAMPLE, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
-    )
+    @app.command(epilog=EXAMPLE, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
     def launch(
         script: str = typer.Argument(..., help="A Python file. Options for the launcher stand before it."),
         args: list[str] | None = typer.Argument(None, help="What the script gets."),

@@ -300,7 +300,9 @@ class _Reader:
             product = f"{micro}*{accum}*{ranks}"
             what = f"{product} != {train} ({names[1]} * {names[2]} * ranks, {names[0]})"
             fit = train // (micro * accum)
-            fix = f"Start {fit} ranks, or change one of the three" if fit * micro * accum == train else "Change one of the three"
+            fix = (
+                f"Start {fit} ranks, or change one of the three" if fit * micro * accum == train else "Change one of the three"
+            )
         else:
             parts = " * ".join(str(value) for value in (micro, accum) if value is not None)
             what = f"{train} rows do not divide into {ranks} ranks" + (f" * {parts}" if parts else "")
@@ -360,7 +362,9 @@ class _Reader:
         for name, neutral in (("zero_hpz_partition_size", 1), ("mics_shard_size", -1)):
             if self.whole(section, name, neutral, key=f"zero_optimization.{name}") not in (neutral, 0):
                 self.refuse(f"zero_optimization.{name}", f"{section[name]} is not available here", "Leave it out")
-        elements = self.whole(section, "reduce_bucket_size", 500_000_000, key="zero_optimization.reduce_bucket_size", spare=True)
+        elements = self.whole(
+            section, "reduce_bucket_size", 500_000_000, key="zero_optimization.reduce_bucket_size", spare=True
+        )
         default = stage == 3
         return {
             "zero": stage,
@@ -408,7 +412,9 @@ class _Reader:
         kind = {name.lower(): name for name in keys.OPTIMIZER}.get(str(kind).lower(), str(kind))
         if kind not in keys.OPTIMIZER:
             near = difflib.get_close_matches(kind, keys.OPTIMIZER, n=1, cutoff=0.7)
-            fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys.OPTIMIZER)}, or let the script bring it"
+            fix = (
+                f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys.OPTIMIZER)}, or let the script bring it"
+            )
             self.refuse("optimizer.type", f"{kind!r} is not available here", fix)
             return None
         if "max_grad_norm" in params:

@@ -44,7 +44,9 @@ FP16 = frozenset(
     "enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
     "fp16_master_weights_and_grads opt_level".split()
 )
-BF16 = frozenset("enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split())
+BF16 = frozenset(
+    "enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states".split()
+)
 
 STAGE3 = frozenset(
     "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance "

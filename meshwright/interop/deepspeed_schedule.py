@@ -96,7 +96,9 @@ class OneCycle:
         after = index - self.first - self.second + 1
         if after <= 0:
             return self.high_momentum - (self.high_momentum - self.low_momentum) * self._height(index)
-        return self.high_momentum * (1 + self.momentum_decay * after / self.decay_step) if self.decay_step else self.high_momentum
+        return (
+            self.high_momentum * (1 + self.momentum_decay * after / self.decay_step) if self.decay_step else self.high_momentum
+        )
 
 
 Schedule = Warmup | OneCycle

@@ -57,7 +57,7 @@ class Labels:
 
 
 def rule_of(optimizer: torch.optim.Optimizer, elementwise: bool) -> str:
-    """"adamw", "sgd" or "torch": how its ranges are updated. Raises ConfigError for what cannot be done in pieces."""
+    """ "adamw", "sgd" or "torch": how its ranges are updated. Raises ConfigError for what cannot be done in pieces."""
     kind, groups = type(optimizer), optimizer.param_groups
     ours = kind.__module__.startswith("torch.optim")
     plain = not any(group.get("maximize") or group.get("amsgrad") for group in groups)

@@ -1,9 +1,9 @@
 """`Run`: what a user's own script holds. It makes a module parallel, runs its steps, and saves and loads them.
 
-    run = meshwright.init()
-    model, optimizer, loader = run.parallelize(model, optimizer, loader)
-    for batch in loader:
-        loss = run.step(batch, loss_fn)
+run = meshwright.init()
+model, optimizer, loader = run.parallelize(model, optimizer, loader)
+for batch in loader:
+    loss = run.step(batch, loss_fn)
 """
 
 from __future__ import annotations

@@ -97,7 +97,9 @@ class Training:
     """Whether no other module is under training in the run: then backward may go wherever the loss leads."""
 
     def __post_init__(self) -> None:
-        self._members = [[p for g in o.param_groups for p in g["params"] if p.requires_grad] for o in self.own.labels.optimizers]
+        self._members = [
+            [p for g in o.param_groups for p in g["params"] if p.requires_grad] for o in self.own.labels.optimizers
+        ]
 
     @property
     def counts(self) -> bool:
@@ -122,7 +124,9 @@ class Training:
 
     # ---- a whole step
 
-    def step(self, batch: Any, loss_fn: Callable[..., Any], weight_fn: Callable[[Any], Any] | None, active: Sequence[int]) -> Any:
+    def step(
+        self, batch: Any, loss_fn: Callable[..., Any], weight_fn: Callable[[Any], Any] | None, active: Sequence[int]
+    ) -> Any:
         """Forward, backward and update of one batch of this rank."""
         if self._open is not None:
             raise MeshwrightError("run.step in the middle of a step of your own loop: call run.update() first")

@@ -78,7 +78,9 @@ def ids(batch: Any) -> list[int]:
     return batch.tolist()
 
 
-def dealt(kind: str, mode: str, epochs: int, rows: int = 11, stop: int | None = None) -> list[list[tuple[list[int], bool, bool]]]:
+def dealt(
+    kind: str, mode: str, epochs: int, rows: int = 11, stop: int | None = None
+) -> list[list[tuple[list[int], bool, bool]]]:
     """(rows, whether they count, whether it is the last) of every batch of every epoch on this rank."""
     ranks = joined()
     loader = UserLoader(made(kind, rows), ranks=ranks, place=ranks.rank, ways=ranks.size, mode=mode)

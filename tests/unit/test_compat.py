@@ -22,3 +22,13 @@ def test_the_collectives_are_the_newest_names_and_do_not_warn():
         assert torch.equal(out, source)
         compat.reduce_scatter_single(out, 2 * source)
         assert torch.equal(out, 2 * source)
+
+
+def test_a_scheduler_sees_a_step_by_the_name_that_we_set():
+    """Red when torch calls it otherwise: a scheduler's first step then warns."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    compat.count_step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()

@@ -21,8 +21,8 @@ import meshwright as mw
 class SimpleTransformer(nn.Module):
     """Next-byte logits [batch, positions, vocab] of tokens [batch, positions].
 
-    `batch_first=True` matters: without it `nn.TransformerEncoderLayer` takes [positions, batch, width], and fed with batch-first
-    tokens it attends across the batch, from one sample to another, without a word. A loss falls all the same, and the
+    `batch_first=True` matters: without it `nn.TransformerEncoderLayer` takes [positions, batch, width], and fed batch-first
+    it attends across the batch, from one sample to another, without a word. A loss falls all the same, and the
     result then depends on which samples share a micro-batch, hence on the number of devices.
     """
 

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshwright.config.schema import LossScaleConfig
 from meshwright.errors import ConfigError, Finding
 from meshwright.interop import deepspeed_keys as keys
-from meshwright.interop.deepspeed_schedule import OneCycle, Schedule, Warmup
+from meshwright.interop.deepspeed_reader import AUTO
+from meshwright.interop.deepspeed_schedule import Schedule
+from meshwright.interop.deepspeed_scheduler import OptimizerSettings, ScheduleReader
 from meshwright.interop.relaxed_json import parse
 
 __all__ = ["Batch", "OptimizerSettings", "Settings", "translate"]
 
-AUTO = "auto"
 MIB = 2**20
 REDUCE_BYTES = 4
 """Gradients are summed in fp32."""
@@ -38,20 +39,6 @@ class Batch:
     train: int
     micro: int
     accumulation: int
-
-
-@dataclass(frozen=True)
-class OptimizerSettings:
-    """kind: "adamw", "adam" (decay joins the gradient) or "sgd"."""
-
-    kind: str
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    momentum: float = 0.0
-    nesterov: bool = False
-    dampening: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ def translate(
     clip, optimizer (a name). Raises ConfigError with every finding.
     """
     data, where = _read(config)
-    reader = _Reader(where, dict(arguments or {}))
+    reader = _Sections(where, dict(arguments or {}))
     if not isinstance(data, Mapping):
         raise ConfigError(findings=[Finding(where, f"is no JSON object but {type(data).__name__}")])
     reader.top(data)
@@ -137,111 +124,8 @@ def _read(config: str | Path | Mapping[str, Any]) -> tuple[Any, str]:
         raise ConfigError(findings=[Finding(text, what)]) from None
 
 
-@dataclass
-class _Reader:
-    """Reads sections, keeps everything that is wrong with them."""
-
-    where: str
-    arguments: dict[str, Any]
-    findings: list[Finding] = field(default_factory=list)
-    warnings: list[Finding] = field(default_factory=list)
-    dead: list[str] = field(default_factory=list)
-    unresolved: list[str] = field(default_factory=list)
-
-    # ---- values
-
-    def refuse(self, key: str, what: str, fix: str = "") -> None:
-        self.findings.append(Finding(f"{self.where}: {key}", what, fix))
-
-    def warn(self, key: str, what: str, fix: str = "") -> None:
-        self.warnings.append(Finding(f"{self.where}: {key}", what, fix))
-
-    def raise_findings(self) -> None:
-        for key in self.unresolved:
-            self.refuse(key, '"auto" has no value here', "Write a number, or give the argument that it stands for")
-        if self.unresolved:
-            self.findings += [warning for warning in self.warnings if '"auto"' in warning.what]
-        if self.findings:
-            raise ConfigError(findings=self.findings)
-
-    def section(self, data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-        value = data.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, Mapping):
-            self.refuse(key, f"is no object but {value!r}")
-            return {}
-        return value
-
-    def _value(self, data: Mapping[str, Any], name: str, default: Any, key: str, argument: str, spare: bool = False) -> Any:
-        """What is given, with "auto" and what is absent from the arguments. spare: the default stands for "auto"."""
-        value = data.get(name)
-        if value is not None and value != AUTO:
-            return value
-        if argument in self.arguments:
-            return self.arguments[argument]
-        if value == AUTO and not spare:
-            self.unresolved.append(key)
-        elif value == AUTO:
-            self.warn(key, f'"auto" has no value here; the default {default!r} is taken')
-        return default
-
-    def number(
-        self,
-        data: Mapping[str, Any],
-        name: str,
-        default: Any,
-        *,
-        key: str = "",
-        argument: str = "",
-        low: float | None = None,
-        spare: bool = False,
-    ) -> Any:
-        key = key or name
-        value = self._value(data, name, default, key, argument, spare)
-        if value is None or value is default:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self.refuse(key, f"{value!r} is no number")
-            return default
-        if low is not None and not value >= low:
-            self.refuse(key, f"{value!r} is below {low:g}")
-            return default
-        return value
-
-    def whole(self, data: Mapping[str, Any], name: str, default: Any, **options: Any) -> Any:
-        """A whole number; 2e8 is one."""
-        value = self.number(data, name, default, **options)
-        if value is not None and value != int(value):
-            self.refuse(options.get("key") or name, f"{value!r} is no whole number")
-            return default
-        return None if value is None else int(value)
-
-    def flag(self, data: Mapping[str, Any], name: str, default: Any, key: str = "") -> Any:
-        value = data.get(name, default)
-        if value == AUTO:
-            value = self.arguments.get(key or name, default)
-        if value is default or isinstance(value, bool):
-            return value
-        if value in (0, 1):
-            return bool(value)
-        self.refuse(key or name, f"{value!r} is neither true nor false")
-        return default
-
-    def unknown(self, data: Mapping[str, Any], known: Iterable[str], prefix: str, strict: bool = True) -> None:
-        for name in data:
-            if name in known:
-                continue
-            hint = keys.HINTS.get(name) if not prefix else None
-            near = [hint] if hint else difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-            fix = f"Did you mean {near[0]!r}?" if near else ""
-            if strict:
-                self.refuse(f"{prefix}{name}", "is no key of DeepSpeed", fix)
-            else:
-                effect = "; gradients are not clipped by it" if hint == "gradient_clipping" else ""
-                self.warn(f"{prefix}{name}", f"is no key of DeepSpeed, which ignores it in silence{effect}", fix)
-
-    # ---- sections
+class _Sections(ScheduleReader):
+    """The sections of a config, one after another."""
 
     def top(self, data: Mapping[str, Any]) -> None:
         self.unknown(data, keys.TOP_USED | keys.TOP_PLAIN | keys.TOP_FEATURES, "", strict=False)
@@ -249,7 +133,7 @@ class _Reader:
         for name in sorted(keys.TOP_FEATURES & data.keys()):
             value = data[name]
             on = value.get("enabled", True) if isinstance(value, Mapping) and value else value
-            if on and on != 1 or on is True:
+            if on is True or on not in (0, 1, None, {}, []):
                 self.refuse(name, "is not available here", "Leave it out, or set its enabled to false")
             else:
                 self.dead.append(name)
@@ -273,6 +157,7 @@ class _Reader:
             self.refuse(f"{names[0]}, {names[1]}", what, "Give one of them")
             return None
         if train is None:
+            assert micro is not None  # one of the two is there
             accum = accum or 1
             train = micro * accum * ranks
         elif micro is None:
@@ -280,6 +165,7 @@ class _Reader:
             micro = train // ranks // accum
         elif accum is None:
             accum = train // micro // ranks
+        assert micro is not None  # it was given, or has followed
         if train != micro * accum * ranks or not micro or not accum:
             self._refuse_batch(names, given, ranks)
             return None
@@ -365,12 +251,11 @@ class _Reader:
         elements = self.whole(
             section, "reduce_bucket_size", 500_000_000, key="zero_optimization.reduce_bucket_size", spare=True
         )
-        default = stage == 3
         return {
             "zero": stage,
             "offload": self.offload(section, stage),
             "bucket_mib": max(1, min(2**30, round(elements * REDUCE_BYTES / MIB))),
-            "overlap": bool(self.flag(section, "overlap_comm", default, "zero_optimization.overlap_comm")),
+            "overlap": bool(self.flag(section, "overlap_comm", stage == 3, "zero_optimization.overlap_comm")),
         }
 
     def offload(self, section: Mapping[str, Any], stage: int) -> str:
@@ -448,82 +333,6 @@ class _Reader:
             betas = (0.9, 0.999)
         eps = number("eps", 1e-8)
         return OptimizerSettings("adam" if plain else "adamw", lr, (float(betas[0]), float(betas[1])), eps, decay)
-
-    def schedule(self, data: Mapping[str, Any], optimizer: OptimizerSettings | None) -> Schedule | None:
-        section = self.section(data, "scheduler")
-        kind = section.get("type")
-        if kind is None:
-            return None
-        self.unknown(section, ("type", "params"), "scheduler.")
-        if kind not in keys.SCHEDULERS:
-            near = difflib.get_close_matches(str(kind), keys.SCHEDULERS, n=1, cutoff=0.6)
-            fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys.SCHEDULERS)}"
-            self.refuse("scheduler.type", f"{kind!r} is not available here", fix)
-            return None
-        params = self.section(section, "params")
-        self.unknown(params, keys.SCHEDULERS[kind], "scheduler.params.")
-        if self.whole(params, "last_batch_iteration", -1, key="scheduler.params.last_batch_iteration") != -1:
-            self.refuse("scheduler.params.last_batch_iteration", "is set by a checkpoint here", "Leave it out")
-        return self._one_cycle(params) if kind == "OneCycle" else self._warmup(kind, params, optimizer)
-
-    def _warmup(self, kind: str, params: Mapping[str, Any], optimizer: OptimizerSettings | None) -> Warmup:
-        def number(name: str, default: Any, argument: str = "") -> Any:
-            return self.number(params, name, default, key=f"scheduler.params.{name}", argument=argument)
-
-        rate = optimizer.lr if optimizer is not None else float(self.arguments.get("lr", 1e-3))
-        warmup = self.whole(params, "warmup_num_steps", 1000, key="scheduler.params.warmup_num_steps", argument="warmup", low=0)
-        log = str(params.get("warmup_type", "log"))
-        if log not in ("log", "linear"):
-            self.refuse("scheduler.params.warmup_type", f"{log!r} is none of log, linear")
-        total = 0
-        if kind != "WarmupLR":
-            given = self.whole(params, "total_num_steps", None, key="scheduler.params.total_num_steps", argument="total", low=1)
-            if given is None and params.get("total_num_steps") != AUTO:
-                self.refuse("scheduler.params.total_num_steps", f"is needed by {kind}")
-            total = given or 1
-            if given is not None and given < warmup:
-                self.warn("scheduler.params.total_num_steps", f"{given} is less than the warm-up of {warmup} steps")
-        length = max(2, warmup)
-        if kind == "WarmupCosineLR":
-            low = float(number("warmup_min_ratio", 0.0)) * rate
-            return Warmup("cosine", low, rate, length, log == "log", total, float(number("cos_min_ratio", 1e-4)))
-        if "warmup_max_lr" not in params:
-            what = f"is not given: the optimizer's lr {rate:g} is taken, as current DeepSpeed does; older releases took 0.001"
-            self.warn("scheduler.params.warmup_max_lr", what)
-        low = number("warmup_min_lr", 0.0, "warmup_min_lr") if params.get("warmup_min_lr") != AUTO else self._auto_low()
-        high = number("warmup_max_lr", rate, "lr")
-        return Warmup("decay" if kind == "WarmupDecayLR" else "constant", float(low), float(high), length, log == "log", total)
-
-    def _auto_low(self) -> float:
-        """Hugging Face's trainer writes 0 for an "auto" lowest rate; without its other numbers nothing is filled."""
-        if "lr" not in self.arguments:
-            self.unresolved.append("scheduler.params.warmup_min_lr")
-        return 0.0
-
-    def _one_cycle(self, params: Mapping[str, Any]) -> OneCycle:
-        def value(name: str, default: Any, whole: bool = False) -> Any:
-            read = self.whole if whole else self.number
-            return read(params, name, default, key=f"scheduler.params.{name}", low=0)
-
-        for name in ("cycle_min_lr", "cycle_max_lr"):
-            if name not in params:
-                self.refuse(f"scheduler.params.{name}", "is needed by OneCycle")
-        first = value("cycle_first_step_size", 2000, whole=True) or 1
-        stairs = value("cycle_first_stair_count", 0, whole=True)
-        return OneCycle(
-            low=float(value("cycle_min_lr", 0.0)),
-            high=float(value("cycle_max_lr", 0.0)),
-            first=first,
-            second=value("cycle_second_step_size", first, whole=True) or 1,
-            first_stairs=stairs,
-            second_stairs=value("cycle_second_stair_count", stairs, whole=True),
-            decay_step=value("decay_step_size", 0, whole=True),
-            decay_rate=float(value("decay_lr_rate", 0.0)),
-            cycle_momentum=bool(self.flag(params, "cycle_momentum", True, "scheduler.params.cycle_momentum")),
-            low_momentum=float(value("cycle_min_mom", 0.8)),
-            high_momentum=float(value("cycle_max_mom", 0.9)),
-            momentum_decay=float(value("decay_mom_rate", 0.0)),
-        )
 
 
 def _is_off(value: Any) -> bool:

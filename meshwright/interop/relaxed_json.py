@@ -1,4 +1,4 @@
-"""JSON as people write it by hand: with #, // and /* */ comments and commas before a closing bracket; duplicate keys refused."""
+"""JSON as people write it by hand: with #, // and /* */ comments and commas before a closing bracket. No key comes twice."""
 
 from __future__ import annotations
 

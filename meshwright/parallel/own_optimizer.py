@@ -1,7 +1,7 @@
 """A user's own torch optimizers on the flat buffers: their groups, their settings at each update, one pass a range.
 
 The parameters of one group of one optimizer share flat groups (`Kind.label`), so that each range has one set of settings,
-which is read from the optimizer's `param_groups` when it is updated: what a scheduler wrote there counts. How a range is updated:
+which is read from the optimizer's `param_groups` when it is updated: what a scheduler wrote there counts. A range gets
 
     AdamW; Adam without weight decay     the fused kernel of `kernels.adamw`
     SGD without dampening and nesterov   the fused kernel

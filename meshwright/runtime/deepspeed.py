@@ -79,7 +79,7 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """(engine, optimizer, training loader or None, scheduler or None), with DeepSpeed's arguments.
 
-    run: of `meshwright.init`, where the script has one. arguments: what "auto" values stand for (`interop.deepspeed.translate`).
+    run: of `meshwright.init`, where the script has one. arguments: what "auto" values stand for, see `translate`.
     Raises ConfigError with everything that is wrong with the config, LayoutError for a layout that is not there.
     """
     held = _the_run(run)
@@ -95,7 +95,10 @@ def initialize(
     made = _optimizer(optimizer, settings.optimizer, parameters)
     data = _loader(training_data, settings, collate_fn, held.seed)
     zero = settings.zero if held.size > 1 else 0
-    offload = "optimizer" if settings.offload == "parameters" and not zero else settings.offload
+    offload = settings.offload
+    if offload == "parameters" and not zero:
+        held.print("warning: offload_param: on one rank nothing is gathered, so weights stay on the device")
+        offload = "optimizer"
     layout = {"zero": zero} if zero else {}
     plan: dict[str, Any] = {"layout": layout, "bucket_mib": settings.bucket_mib, "overlap": settings.overlap}
     _, parallel, loader = held.parallelize(
@@ -135,7 +138,11 @@ def _optimizer(given: Any, settings: OptimizerSettings | None, parameters: list[
         return given(parameters)
     assert settings is not None  # translate refuses a config without one
     if settings.kind == "sgd":
-        options = {"momentum": settings.momentum, "nesterov": settings.nesterov, "dampening": settings.dampening}
+        options: dict[str, Any] = {
+            "momentum": settings.momentum,
+            "nesterov": settings.nesterov,
+            "dampening": settings.dampening,
+        }
         return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay, **options)
     kind = torch.optim.Adam if settings.kind == "adam" else torch.optim.AdamW
     return kind(parameters, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay)
@@ -145,7 +152,7 @@ def _loader(data: Any, settings: Settings, collate: Callable[..., Any] | None, s
     if data is None:
         return None
     stream = isinstance(data, torch.utils.data.IterableDataset)
-    shuffle = {} if stream else {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
+    shuffle: dict[str, Any] = {} if stream else {"shuffle": True, "generator": torch.Generator().manual_seed(seed)}
     return DataLoader(data, batch_size=settings.batch.micro, collate_fn=collate, drop_last=settings.drop_last, **shuffle)
 
 

@@ -1,9 +1,9 @@
 """What a user's loss function gave, and the weight of it in the step.
 
 With loss sums S and weights W of all micro-batches of all data ranks, the loss of a step is sum(S) / sum(W), for each of
-several losses by itself, and their total is what is trained. Where sum(W) is known before the first backward the loss is divided
-by it. Where it is not (each micro-batch tells its own weight) it is divided by a guess that all ranks share, and the gradients
-are corrected at the end of the step, before norm, clip and update: gradients are linear in the factor.
+several losses by itself, and their total is what is trained. Where sum(W) is known before the first backward the loss is
+divided by it. Where it is not (each micro-batch tells its own weight) it is divided by a guess that all ranks share, and the
+gradients are corrected at the end of the step, before norm, clip and update: gradients are linear in the factor.
 """
 
 from __future__ import annotations

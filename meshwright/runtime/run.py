@@ -8,31 +8,39 @@ for batch in loader:
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from meshwright.checkpoint import CheckpointStore, Piece, inspect
+from meshwright.checkpoint import CheckpointStore, inspect
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig
-from meshwright.distributed import device as devices
 from meshwright.distributed.mesh import build_mesh, data_rank
 from meshwright.distributed.world import Ranks
-from meshwright.errors import CheckpointError, ConfigError, Finding, LayoutError, MeshwrightError
+from meshwright.errors import CheckpointError, ConfigError, Finding, MeshwrightError
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.own_optimizer import Labels, OwnOptimizer
 from meshwright.parallel.precision import working_dtype
 from meshwright.runtime.batches import Split, split_rows
-from meshwright.runtime.training import Cast, ParallelOptimizer, StepResult, Training
+from meshwright.runtime.kept import pieces_of, take_state, training_state
+from meshwright.runtime.preparing import (
+    as_given,
+    cast_of,
+    check_arguments,
+    forward_under,
+    keys_of,
+    listed,
+    owners,
+    plan_for,
+    share_values,
+)
+from meshwright.runtime.training import ParallelOptimizer, StepResult, Training
 from meshwright.runtime.user_loader import UserLoader
-from meshwright.runtime.user_plan import Given, precision_of, resolve_plan
+from meshwright.runtime.user_plan import Given, precision_of
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 
@@ -105,8 +113,8 @@ class Run:
     ) -> tuple[Module, Any, Any]:
         """(model, optimizer, loader) to go on with. The model is the same object; optimizer and loader are in place of the old.
 
-        optimizer: a torch optimizer over parameters of the model, or several (a list, tuple or dict comes back as one). loader: a
-        DataLoader or any iterable of batches, or several, or None.
+        optimizer: a torch optimizer over parameters of the model, or several (a list, tuple or dict comes back as one).
+        loader: a DataLoader or any iterable of batches, or several, or None.
         plan: "auto", "ddp", "zero1", "zero2", "zero3", a Plan, or parts of one (mapping, JSON text, file).
         precision: "fp32", "fp64", "bf16" or "fp16" (the last two by torch.autocast, fp16 with a loss scale); None: that of the
         parameters. low_weights: bf16 and fp16 keep the weights in that type too, with fp32 masters; None: under ZeRO-3 only.
@@ -117,17 +125,18 @@ class Run:
         table: how parameters are split over tensor and pipeline ranks.
         Parameters start as they are on rank 0. Raises UserError subclasses with everything that is wrong.
         """
-        optimizers = _listed(optimizer, torch.optim.Optimizer)
-        self._check_arguments(model, optimizers, batch, on_nonfinite, micro_batch, accumulate, clip, precision)
+        optimizers = listed(optimizer, torch.optim.Optimizer)
+        known = [each.model for each in self._trainings]
+        check_arguments(model, optimizers, batch, on_nonfinite, micro_batch, accumulate, clip, precision, known)
         labels = Labels(tuple(optimizers))
-        label = self._owners(model, labels)
+        label = owners(model, labels, self.notes)
         kept = precision or precision_of(model)
-        self.plan = made = self._resolve(model, plan, kept, precision is not None, micro_batch, optimizers)
+        self.plan = made = plan_for(model, plan, kept, precision is not None, micro_batch, optimizers, self.ranks)
         low = made.layout.zero == 3 if low_weights is None else low_weights
         if precision is None and made.precision in ("bf16", "fp16"):
             low = precision_of(model) == made.precision or low
         dtype = working_dtype(made.precision) if low or made.precision in ("fp32", "fp64") else torch.float32
-        self._share_values(model)
+        share_values(model, self.ranks)
         mesh = build_mesh(made.layout, self.device.type)
 
         def make(parameters: FlatParameters) -> OwnOptimizer:
@@ -148,16 +157,16 @@ class Run:
         self.notes += engine.notes
         own = engine.optimizer
         assert isinstance(own, OwnOptimizer)  # `make` made it
-        cast = _cast(self.device.type, made.precision)
+        cast = cast_of(self.device.type, made.precision)
         if made.precision in ("bf16", "fp16"):
-            _forward_under(model, cast)
+            forward_under(model, cast)
         place, ways = data_rank(mesh)
         dealt = [
             UserLoader(each, ranks=self.ranks, place=place, ways=ways, mode=batch, seed=self.seed, split=split)
-            for each in _listed(loader, object)
+            for each in listed(loader, object)
         ]
         self._loaders += dealt
-        rows = made.micro_batch if isinstance(plan, Plan) or "micro_batch" in _keys(plan) else micro_batch
+        rows = made.micro_batch if isinstance(plan, Plan) or "micro_batch" in keys_of(plan) else micro_batch
         training = Training(model, engine, own, self.ranks, cast=cast, split=split, rows_at_once=rows, accumulate=accumulate)
         training.loader = dealt[0] if dealt else None
         training.clip, training.stop = clip, on_nonfinite == "stop"
@@ -165,88 +174,7 @@ class Run:
         self._trainings.append(training)
         for each in self._trainings:
             each.alone = len(self._trainings) == 1
-        return model, _as_given(optimizer, training.optimizers), _as_given(loader, dealt)
-
-    def _check_arguments(
-        self,
-        model: Any,
-        optimizers: Sequence[Any],
-        batch: str,
-        on_nonfinite: str,
-        micro_batch: int | None,
-        accumulate: int,
-        clip: float,
-        precision: str | None,
-    ) -> None:
-        findings = []
-        if not isinstance(model, nn.Module):
-            findings.append(Finding("model", f"is no torch.nn.Module but a {type(model).__name__}"))
-        elif any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-            findings.append(Finding("model", "has parameters on the meta device, which have no values", "Build it on the CPU"))
-        elif any(training.model is model for training in self._trainings):
-            findings.append(Finding("model", "was made parallel before", "Give all its optimizers in one call"))
-        if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
-            findings.append(Finding("optimizer", "is no torch.optim.Optimizer", "Give one, or several as a list or dict"))
-        for name, value, known in (
-            ("batch", batch, ("global", "rank")),
-            ("on_nonfinite", on_nonfinite, ("stop", "skip")),
-            ("precision", precision, (None, "fp32", "fp64", "bf16", "fp16")),
-        ):
-            if value not in known:
-                findings.append(Finding(name, f"{value!r} is not one of {', '.join(str(each) for each in known if each)}"))
-        for name, number in (("micro_batch", 1 if micro_batch is None else micro_batch), ("accumulate", accumulate)):
-            if not isinstance(number, int) or number < 1:
-                findings.append(Finding(name, f"{number!r} is no whole number of at least 1"))
-        if not clip >= 0:
-            findings.append(Finding("clip", f"{clip!r} is no number of at least 0"))
-        if findings:
-            raise ConfigError(findings=findings)
-
-    def _owners(self, model: nn.Module, labels: Labels) -> dict[int, int]:
-        """Label by the id of each trainable parameter; what no optimizer has is frozen, as it would never change."""
-        label = labels.by_parameter()
-        mine = {id(parameter): name for name, parameter in model.named_parameters()}
-        strange = [p for group in labels.groups for p in group["params"] if id(p) not in mine]
-        if strange:
-            shapes = ", ".join(str(tuple(parameter.shape)) for parameter in strange[:8])
-            what = f"holds {len(strange)} tensors that are no parameters of the model: of shape {shapes}"
-            fix = "Make it from model.parameters(), after the last change to the model"
-            raise ConfigError(findings=[Finding("optimizer", what, fix)])
-        left = [parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in label]
-        for parameter in left:
-            parameter.requires_grad_(False)
-        if left:
-            names = ", ".join(mine[id(parameter)] for parameter in left[:4]) + (", ..." if len(left) > 4 else "")
-            self.notes.append(f"in no optimizer, so they stay as they are: {names}")
-        return label
-
-    def _resolve(
-        self, model: nn.Module, plan: Given, kept: str, asked: bool, micro_batch: int | None, optimizers: Sequence[Any]
-    ) -> Plan:
-        sgd = all(type(each).__name__ == "SGD" and not each.defaults.get("momentum") for each in optimizers)
-        keys = _keys(plan)
-        own = not asked and (isinstance(plan, Plan) or "precision" in keys)
-        return resolve_plan(
-            plan,
-            parameters=sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad),
-            world=self.size,
-            device_bytes=None if self.device.type == "cpu" else devices.memory_total(self.device)[1],
-            weights=kept if kept in ("fp64",) else "fp32",
-            precision=None if own else kept,
-            micro_batch=micro_batch,
-            moments=0 if sgd else 2,
-        )
-
-    def _share_values(self, model: nn.Module) -> None:
-        """Parameters and buffers of rank 0 on every rank: a script that seeds nothing starts from others on each."""
-        if self.size == 1:
-            return
-        on_cpu = self.ranks.backend == "gloo"
-        group = self.ranks.control if on_cpu else self.ranks.group
-        for tensor in (*model.parameters(), *model.buffers()):
-            sent = tensor.detach().to("cpu" if on_cpu else self.device).contiguous()
-            dist.broadcast(sent, src=0, group=group)
-            tensor.data.copy_(sent)
+        return model, as_given(optimizer, training.optimizers), as_given(loader, dealt)
 
     # ---- training
 
@@ -263,7 +191,7 @@ class Run:
 
         loss_fn(model, batch): (sum, weight), or a mean whose weight `weight_fn(batch)` tells, or a bare mean, which is taken
         only where all micro-batches have the same number of rows; or a list or dict of several. weight_fn: a number, or a dict.
-        optimizer: the one, or those, that the step is for, where there are several; backward then reaches their parameters only.
+        optimizer: the one, or those, that the step is for, where there are several; backward then reaches only what is theirs.
         """
         training, active = self._of(optimizer)
         result: StepResult = training.step(batch, loss_fn, weight_fn, active)
@@ -319,7 +247,7 @@ class Run:
             found = self._trainings[0]
             self._current = found
             return found, tuple(range(len(found.optimizers)))
-        wanted = _listed(optimizer, torch.optim.Optimizer)
+        wanted = listed(optimizer, torch.optim.Optimizer)
         for training in self._trainings:
             numbers = [number for number, each in enumerate(training.optimizers) if any(each is one for one in wanted)]
             if wanted and len(numbers) == len(wanted):
@@ -345,24 +273,26 @@ class Run:
 
     def save(self, path: str | Path, extra: Mapping[str, Any] | None = None, *, keep: int = 2, tag: str | None = None) -> Path:
         """A checkpoint of everything that this run trains, in the folder `path`: weights, moments, steps, scales, places in
-        the loaders. extra: JSON values of your own, such as `{"scheduler": scheduler.state_dict()}`. keep: newest ones that stay.
+        the loaders. extra: JSON values of your own, such as `{"scheduler": scheduler.state_dict()}`. keep: newest that stay.
 
         Every rank must call it. Raises CheckpointError, on every rank.
         """
         meta = {
             "run": {
                 "plan": self.plan.to_dict() if self.plan else None,
-                "trainings": [self._training_state(each) for each in self._trainings],
+                "trainings": [training_state(each) for each in self._trainings],
                 "loaders": [loader.state() for loader in self._loaders],
             },
             "extra": dict(extra or {}),
         }
         store = self._store(path, keep)
-        return store.save(max(each.steps for each in self._trainings), self._pieces(), meta, background=False, tag=tag).wait()
+        return store.save(
+            max(each.steps for each in self._trainings), pieces_of(self._trainings), meta, background=False, tag=tag
+        ).wait()
 
     def load(self, path: str | Path, *, tag: str | None = None) -> dict[str, Any]:
-        """Goes on from the newest whole checkpoint in the folder `path` (or the one with `tag`), or from a checkpoint itself, on
-        this or any other layout. Returns what was saved as `extra`. Every rank must call it, after `parallelize`.
+        """Goes on from the newest whole checkpoint in the folder `path` (or the one with `tag`), or from a checkpoint itself,
+        on this or any other layout. Returns what was saved as `extra`. Every rank must call it, after `parallelize`.
 
         Raises CheckpointError: there is none, it is damaged, or of another model, optimizer or precision.
         """
@@ -379,32 +309,12 @@ class Run:
             raise CheckpointError(findings=[Finding(str(found), what)])
         for training, saved in zip(self._trainings, state["trainings"], strict=True):
             training.own.prepare_load(saved["optimizers"])
-        store.load(found, self._pieces())
+        store.load(found, pieces_of(self._trainings))
         for training, saved in zip(self._trainings, state["trainings"], strict=True):
-            self._take(training, saved)
+            take_state(training, saved)
         for loader, saved in zip(self._loaders, state["loaders"], strict=False):
             loader.load(saved)
         return dict(meta["extra"])
-
-    def _training_state(self, training: Training) -> dict[str, Any]:
-        settings = [each.state_dict()["param_groups"] for each in training.optimizers]
-        counts = {"steps": training.steps, "updates": training.updates, "skipped": training.skipped}
-        return {**counts, "engine": training.engine.extra_state(), "optimizers": training.own.state(), "settings": settings}
-
-    def _take(self, training: Training, saved: Mapping[str, Any]) -> None:
-        training.engine.after_load()
-        training.engine.load_extra(saved["engine"])
-        training.steps, training.updates, training.skipped = saved["steps"], saved["updates"], saved["skipped"]
-        for optimizer, groups in zip(training.optimizers, saved["settings"], strict=True):
-            for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
-                mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in theirs.items()})
-
-    def _pieces(self) -> list[Piece]:
-        """Of all modules; with several each has its number before its names."""
-        if len(self._trainings) == 1:
-            return self._trainings[0].engine.parameters_state()
-        numbered = [(number, piece) for number, each in enumerate(self._trainings) for piece in each.engine.parameters_state()]
-        return [replace(piece, name=f"{number}/{piece.name}") for number, piece in numbered]
 
     def _store(self, path: str | Path, keep: int | None) -> CheckpointStore:
         root = Path(path).absolute()
@@ -430,55 +340,3 @@ class Run:
         for loader in self._loaders:
             loader.close()
         self._stores = {}
-
-
-def _keys(plan: Any) -> frozenset[str]:
-    """Keys that a plan given in parts has; none for a name or a whole plan."""
-    if isinstance(plan, Mapping):
-        return frozenset(plan)
-    with contextlib.suppress(LayoutError):
-        if isinstance(plan, str | Path) and (str(plan).lstrip().startswith("{") or Path(plan).is_file()):
-            from meshwright.spec.plan import read_plan
-
-            return frozenset(read_plan(str(plan)))
-    return frozenset()
-
-
-def _listed(given: Any, kind: type) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, Mapping):
-        return list(given.values())
-    if isinstance(given, list | tuple) and (kind is not object or all(hasattr(each, "__iter__") for each in given)):
-        return list(given)
-    return [given]
-
-
-def _as_given(given: Any, made: Sequence[Any]) -> Any:
-    """What was made of several, as they were given."""
-    if given is None:
-        return None
-    if isinstance(given, Mapping):
-        return dict(zip(given, made, strict=True))
-    return type(given)(made) if isinstance(given, list | tuple) else made[0]
-
-
-def _cast(device_type: str, precision: str) -> Cast:
-    if precision not in ("bf16", "fp16"):
-        return nullcontext
-
-    def cast() -> AbstractContextManager[object]:
-        return torch.autocast(device_type, working_dtype(precision))
-
-    return cast
-
-
-def _forward_under(model: nn.Module, cast: Cast) -> None:
-    """The module computes under `cast` wherever it is called, in evaluation too."""
-    inner = model.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with cast():
-            return inner(*args, **kwargs)
-
-    model.forward = forward  # type: ignore[method-assign]  # of this object

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.compat import count_step
-from meshwright.distributed.reduce import max_scalars, sum_scalars
+from meshwright.distributed.reduce import gather_json, max_scalars
 from meshwright.distributed.world import Ranks
 from meshwright.errors import ConfigError, Finding, MeshwrightError, NumericsError
 from meshwright.parallel.engine import Engine, StepInfo
@@ -30,9 +30,9 @@ Cast = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. loss: fp64 [], over the whole global batch. losses: the same of each of several losses. grad_norm: before
-    clipping. skipped: nothing was updated: fp16 overflowed, or nothing in the batch had a weight. weight: of the first loss,
-    over all ranks. lr: of every group of every optimizer."""
+    """What a step did. loss: fp64 [], over the whole global batch. losses: the same of each of several losses. grad_norm:
+    before clipping. skipped: nothing was updated: fp16 overflowed, or nothing in the batch had a weight. weight: of the first
+    loss, over all ranks. lr: of every group of every optimizer."""
 
     loss: torch.Tensor
     losses: dict[str, torch.Tensor]
@@ -67,9 +67,9 @@ class _Open:
 
 @dataclass(eq=False)
 class Training:
-    """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts. accumulate:
-    micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by definition. stop: raise where a
-    loss or gradient is not finite. name: of its tensors in a checkpoint, "" for the only one.
+    """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts.
+    accumulate: micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by definition. stop:
+    raise where a loss or gradient is not finite.
     """
 
     model: nn.Module
@@ -173,10 +173,9 @@ class Training:
                 mine[name] = mine.get(name, 0.0) + value
         if self.ranks.size == 1:
             return mine
-        names = sorted(mine) or [""]
-        shared = sorted({name for name in names})
-        totals = sum_scalars([mine.get(name, 0.0) if self.counts else 0.0 for name in shared], self.ranks.control)
-        return dict(zip(shared, totals, strict=True))
+        every = gather_json(mine if self.counts else {}, self.ranks.control)  # a rank with nothing but stand-ins has no names
+        names = sorted({name for given in every for name in given})
+        return {name: math.fsum(given.get(name, 0.0) for given in every) for name in names}
 
     def _choose(self, active: Sequence[int]) -> None:
         """Which optimizers the step is for; backward goes to their parameters alone where there are others."""
@@ -329,16 +328,16 @@ class ParallelOptimizer(torch.optim.Optimizer):
     """What a script has in place of its optimizer. It shares the `param_groups` of it: schedulers and scripts that change a
     learning rate there, in either of the two, change that of the next update.
 
-    `step()` ends the step of the run as `run.update()` does; with several optimizers, that of the last one. `state_dict()` has the settings and the number
-    of steps; moments lie in pieces on the ranks, and are saved by `run.save`. `load_state_dict` takes that, or the state of
-    a torch optimizer on one device with its moments.
+    `step()` ends the step of the run as `run.update()` does; with several optimizers, that of the last one. `state_dict()`
+    has the settings and the number of steps; moments lie in pieces on the ranks, and are saved by `run.save`.
+    `load_state_dict` takes that, or the state of a torch optimizer on one device with its moments.
     """
 
     def __init__(self, original: torch.optim.Optimizer, training: Training, number: int):
         self._training, self._number = training, number
         super().__init__(original.param_groups, original.defaults)
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         if closure is not None:
             raise ConfigError(findings=[Finding("optimizer.step", "takes no closure", "Use run.step(batch, loss_fn)")])
         return self._training.step_of(self._number)
@@ -352,11 +351,11 @@ class ParallelOptimizer(torch.optim.Optimizer):
             raise ConfigError(findings=[Finding("optimizer", what, "Add it before run.parallelize")])
         super().add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.param_groups]
         return {"step": self._training.own.state()["steps"][self._number], "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             what = f"has {len(groups)} groups, this optimizer {len(self.param_groups)}"

@@ -144,8 +144,9 @@ class UserLoader:
         self._at.batch = skip
         self._ready.clear()
         for listener in (getattr(self.loader, name, None) for name in ("sampler", "batch_sampler", "dataset")):
-            if hasattr(listener, "set_epoch"):
-                listener.set_epoch(self._at.epoch)
+            told = getattr(listener, "set_epoch", None)
+            if told is not None:
+                told(self._at.epoch)
         if self._generator is not None:
             self._at.random = bytes(self._generator.get_state().numpy().tobytes()).hex()
         if isinstance(self._made, _Deal):

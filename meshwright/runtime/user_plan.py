@@ -51,8 +51,9 @@ def resolve_plan(
     micro_batch: int | None,
     moments: int = 2,
 ) -> Plan:
-    """given: "auto", a name of STRATEGIES, JSON text, a file, a mapping with parts of a plan, or a whole one. weights: precision
-    of the working weights. device_bytes: None where memory is no limit that is known. Raises LayoutError with all that is wrong.
+    """given: "auto", a name of STRATEGIES, JSON text, a file, a mapping with parts of a plan, or a whole one. weights:
+    precision of the working weights. device_bytes: None where memory is no limit that is known. Raises LayoutError with all
+    that is wrong.
     """
     if isinstance(given, Plan):
         plan = given

@@ -30,10 +30,10 @@ def in_rank(argv: list[str]) -> str:
     """What a script prints as a rank of the pool, whose process group it finds open."""
     from meshwright.distributed.world import Ranks
 
-    said, before = io.StringIO(), sys.argv
+    said, before, ranks = io.StringIO(), sys.argv, joined()
     sys.argv = argv
     try:
-        with redirect_stdout(said), mock.patch.object(Ranks, "adopt", lambda *args: joined()):
+        with redirect_stdout(said), mock.patch.object(Ranks, "adopt", lambda *args, **more: ranks):
             runpy.run_path(argv[0], run_name="__main__")
     finally:
         sys.argv = before
@@ -104,9 +104,10 @@ def run_blocks(sources: list[str], folder: str) -> int:
         data = DataLoader(TensorDataset(torch.randn(8, 3), torch.randn(8, 1)), batch_size=4)
         return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3), "loader": data}
 
+    ranks = joined()
     names: dict[str, Any] = {**again(), "folder": folder}
     names["loss_fn"] = lambda model, batch: ((model(batch[0]) - batch[1]) ** 2).mean()
-    with mock.patch.object(Ranks, "adopt", lambda *args: joined()), redirect_stdout(io.StringIO()):
+    with mock.patch.object(Ranks, "adopt", lambda *args, **more: ranks), redirect_stdout(io.StringIO()):
         for number, source in enumerate(sources):
             exec(compile(source, f"block {number}", "exec"), names)
             if "scheduler" not in names:

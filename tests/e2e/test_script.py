@@ -1,4 +1,4 @@
-"""A script of one's own under `meshwright launch`, torchrun and plain Python: the same loss, clear errors, nothing left running."""
+"""A script of one's own under `meshwright launch`, torchrun and plain Python: the same loss, clear errors, nothing left."""
 
 from __future__ import annotations
 

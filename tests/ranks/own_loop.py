@@ -1,4 +1,4 @@
-"""What tests of a user's own script share: small modules, batches, a plain torch loop as the oracle, and the same with a `Run`."""
+"""What tests of a user's own script share: a small module, its rows, a plain torch loop as the oracle, the same by a `Run`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 11
 
 
 class Tagger(nn.Module):
-    """A user's transformer: embedding, one layer with attention, a tied head, a frozen scale and a parameter that is used twice."""
+    """A user's transformer: one layer with attention, a tied head, a frozen scale and a parameter that is used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def oracle(epochs: int = 2, clip: float = 0.5, kind: str = "adamw", skip: int = 
             made.losses.append(float(loss.detach()))
             opt.step()
         schedule.step()
-    made.weights = copy.deepcopy({name: value for name, value in model.state_dict().items()})
+    made.weights = copy.deepcopy(dict(model.state_dict()))
     made.losses, made.norms = made.losses[skip:], made.norms[skip:]
     return made
 

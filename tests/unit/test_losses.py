@@ -59,7 +59,7 @@ def test_several_losses_of_several_micro_batches_need_to_be_weighed_alike_or_ahe
         made.add(terms_of({"a": (value(6.0), 3), "b": (value(5.0), 1)}))
     made = window(1)
     made.add(terms_of([value(1.0), value(2.0)]))
-    with pytest.raises(LossError, match="more micro-batches than run.parallelize was told"):
+    with pytest.raises(LossError, match=r"more micro-batches than run\.parallelize was told"):
         made.add(terms_of([value(1.0), value(2.0)]))
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "flash_backward", "flash_forward", "grouped_mm", "reduce_scatter_single"]
+__all__ = [
+    "all_gather_single",
+    "count_step",
+    "flash_backward",
+    "flash_forward",
+    "grouped_mm",
+    "reduce_scatter_single",
+]
 
 # torch 2.13 renames these two collectives and warns about the old names; older releases know the old names only
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,3 +103,9 @@ def flash_backward(
         torch.empty(0, device=q_THE.device),
         scale=scale,
     )
+
+
+def count_step(optimizer: torch.optim.Optimizer) -> None:
+    """Have torch's learning-rate schedulers see that this optimizer made a step; they warn where they see none. Where a
+    scheduler is attached, `step` sets the same name."""
+    optimizer._opt_called = True  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ __all__ = ["main"]
 COMMANDS = {
     "train": "Train a model: text in, checkpoints and a report out.",
     "verify": "Every layout against one device: loss, gradients, weights.",
+    "launch": "Run a script of your own on every device.",
     "evaluate": "Loss, perplexity and accuracy of a run on other data.",
     "generate": "Continue a prompt with a trained model.",
     "prepare": "Turn text into token shards.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -53,6 +54,9 @@ def parallelize(
     batch_norm: Literal["synchronised", "local"] = "synchronised",
     sync: SyncConfig | None = None,
     seed: int = 0,
+    dtype: torch.dtype | None = None,
+    label: Callable[[nn.Parameter], int] | None = None,
+    make_optimizer: Callable[[FlatParameters], FlatOptimizer] | None = None,
 ) -> Engine:
     """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.
 
@@ -61,7 +65,9 @@ def parallelize(
     shares. loss_scale: fp16 only. ema: decay of the averaged weights, 0 for none. batch_norm: whether a BatchNorm takes its
     statistics from the rows of all data ranks or from those of its own. A model that is not one of ours gets floating inputs in
     the dtype of its weights. sync: what crosses the replicas, and when; None: gradients, every step. seed: of what PowerSGD
-    starts from.
+    starts from. dtype: of the working weights, where it is not the plan's (a module that casts for itself keeps its own).
+    label, make_optimizer: for a caller with groups of parameters and an optimizer of its own (`parallel.own_optimizer`), which
+    then counts, not `optimizer`.
     Raises LayoutError for a layout that is not available, and for a mesh that is not the layout's.
 
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
@@ -85,12 +91,13 @@ def parallelize(
     blocks = find_blocks(model)
     unit = stages.unit if blocks.declared else blocks.unit
     options: dict[str, Any] = {"device": device, "no_decay": optimizer.no_decay, "table": table, "offload": plan.offload}
-    options |= {"dtype": working_dtype(plan.precision), "sharing": sharing, "unit": unit}
+    options |= {"dtype": dtype or working_dtype(plan.precision), "sharing": sharing, "unit": unit}
+    options |= {} if label is None else {"label": label}
     parameters, gradients = _data_parallel(model, plan, axes, **options)
     if not isinstance(model, Trunk):
         cast_inputs(model, options["dtype"])
         cast_buffers(model, parameters.persistent, options["dtype"])
-    moments = FlatOptimizer(optimizer, parameters, ema)
+    moments = make_optimizer(parameters) if make_optimizer else FlatOptimizer(optimizer, parameters, ema)
     scaler = LossScaler(loss_scale or LossScaleConfig()) if plan.precision == "fp16" else None
     local, exchanged = slow_links(sync, mesh, parameters, gradients, moments, scaler, seed)
     return Engine(

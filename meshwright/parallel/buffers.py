@@ -110,10 +110,13 @@ class Run:
 
 class Range(Protocol):
     """Elements that this rank updates: 1-d tensors of one size that share an element index. `mixed`: whether master and
-    working are two tensors. shared, counted, domain: as in `Placement`, of all that lies in it. offload: as in `Plan`."""
+    working are two tensors. label: which of the caller's own groups it is in. shared, counted, domain: as in `Placement`, of
+    all that lies in it. offload: as in `Plan`."""
 
     @property
     def decay(self) -> bool: ...
+    @property
+    def label(self) -> int: ...
     @property
     def shared(self) -> str: ...
     @property
@@ -147,10 +150,11 @@ class Kind:
     shared: str
     counted: bool
     domain: str = ""
+    label: int = 0
 
     @property
-    def order(self) -> tuple[bool, str, bool, str]:
-        return not self.decay, self.shared, not self.counted, self.domain
+    def order(self) -> tuple[bool, str, bool, str, int]:
+        return not self.decay, self.shared, not self.counted, self.domain, self.label
 
 
 class Group:
@@ -173,7 +177,8 @@ class Group:
         self.slots = slots
         self.offload = offload
         self.size = edges[-1]
-        self.decay, self.shared, self.counted, self.domain = kind.decay, kind.shared, kind.counted, kind.domain
+        self.decay, self.shared, self.counted = kind.decay, kind.shared, kind.counted
+        self.domain, self.label = kind.domain, kind.label
         self.dtype = dtype
         self.device = device
         self._gradient: torch.Tensor | None = None

@@ -21,7 +21,7 @@ from meshwright.parallel.compile import compile_errors
 from meshwright.parallel.compress import lifted
 from meshwright.parallel.consistency import Copy, first_difference
 from meshwright.parallel.flat import FlatParameters
-from meshwright.parallel.local_sgd import OWN, LocalSteps
+from meshwright.parallel.local_sgd import OWN, Kinds, LocalSteps
 from meshwright.parallel.norm import agree_any, agree_least, clip_coefficient, reduce_sum
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import LossScaler
@@ -158,6 +158,8 @@ class Engine:
         self.notes = tuple(notes)
         """What is done otherwise than the plan says, for the log."""
         self._compiled = compiled
+        self.reach: list[torch.Tensor] | None = None
+        """Parameters that backward gives gradients to; None: all that the loss depends on."""
         self._norm: torch.Tensor | None = None
         self._carried = self.loss_scale
 
@@ -241,6 +243,11 @@ class Engine:
             mine = self.gradients.square_norms or [torch.full((), math.nan, dtype=torch.float64, device=device)]
             self.gradients.square_norms = [reduce_sum(mine[0].double(), self.axes.model.values())]
 
+    def divide(self, factor: float) -> None:
+        """The step's gradients are `factor` times what they should be: norm and update take that off. Call it on every rank,
+        with the same number, before either."""
+        self._carried *= factor
+
     def grad_norm(self) -> torch.Tensor:
         """L2 norm over all logical elements of the gradient, loss scale removed: 0-d, at least fp32, the same bits on
         every rank. Call it after `finish`."""
@@ -298,11 +305,11 @@ class Engine:
         all those ranks as they are, bit for bit, and in fp16 moves the loss scale. Only fp16 waits for the device. empty: this
         replica had no target in a step that it takes for itself, and updates nothing.
         """
-        info = StepInfo(self.grad_norm(), True, self._carried) if empty else self._update(lr, clip)
+        info = StepInfo(self.grad_norm(), True, self.loss_scale) if empty else self._update(lr, clip)
         return info if self.local is None else self.local.after(info)
 
     def _update(self, lr: float, clip: float) -> StepInfo:
-        norm, used = self.grad_norm(), self._carried
+        norm, used, scale = self.grad_norm(), self._carried, self.loss_scale
         # a copy that does not count is updated all the same
         finite = torch.isfinite(norm) & torch.isfinite(self.gradients.square(counted=False))
         skip = agree_any(~finite, self.axes.inside(self.axes.every) if self.apart else self.axes.every)
@@ -312,11 +319,11 @@ class Engine:
             overflow = bool(skip)
             exhausted = self.scaler.update(overflow)
             if overflow:
-                return StepInfo(norm, True, used, exhausted)
+                return StepInfo(norm, True, scale, exhausted)
         self.optimizer.step(lr, clip_coefficient(norm, clip) / used, skip)
         if self.balance is not None:
             self.balance.update(skip)
-        return StepInfo(norm, False if self.scaler else skip, used)
+        return StepInfo(norm, False if self.scaler else skip, scale)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -385,14 +392,15 @@ class Engine:
         """(number of its kind, kind, run, buffer of its range) of masters, moments and averages on this rank."""
         for number, (kind, buffers) in enumerate(self._kinds()):
             for part, buffer in zip(self.parameters.ranges, buffers, strict=True):
-                for run in part.runs():
-                    if run.size:
+                for run in part.runs() if buffer is not None else ():
+                    if run.size and buffer is not None:
                         yield number, kind, run, buffer
 
-    def _kinds(self) -> list[tuple[str, list[torch.Tensor]]]:
-        kinds = [("model", [part.master for part in self.parameters.ranges])]
-        for name in self.optimizer.moments[0] if self.optimizer.moments else ():
-            kinds.append((f"optimizer/{name}", [moments[name] for moments in self.optimizer.moments]))
+    def _kinds(self) -> Kinds:
+        """With a buffer a range, or None where the range has none of the kind."""
+        kinds: Kinds = [("model", [part.master for part in self.parameters.ranges])]
+        names = dict.fromkeys(name for moments in self.optimizer.moments for name in moments)
+        kinds += [(f"optimizer/{name}", [moments.get(name) for moments in self.optimizer.moments]) for name in names]
         if self.local is not None:
             return self.local.kinds(kinds)
         return [*kinds, ("ema", self.optimizer.averages)] if self.optimizer.averages else kinds

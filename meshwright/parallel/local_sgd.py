@@ -26,6 +26,7 @@ the dtype and the place of the masters (D: of the device): 1, 2 or 4 times g P /
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -43,12 +44,13 @@ from meshwright.parallel.replicate import Gradients
 if TYPE_CHECKING:
     from meshwright.parallel.engine import StepInfo
 
-__all__ = ["OWN", "LocalSteps"]
+__all__ = ["OWN", "Kinds", "LocalSteps"]
 
 OWN = "replica/"
 """Begins the names, in a checkpoint, of what each replica has for itself; their shapes begin with a dimension of replicas."""
 
 Buffers = list[torch.Tensor]
+Kinds = list[tuple[str, Sequence[torch.Tensor | None]]]
 
 
 class LocalSteps:
@@ -208,13 +210,13 @@ class LocalSteps:
 
     # ---- checkpoints
 
-    def kinds(self, own: list[tuple[str, Buffers]]) -> list[tuple[str, Buffers]]:
+    def kinds(self, own: Kinds) -> Kinds:
         """own: masters and moments of this replica. All that a checkpoint keeps, a buffer a range; waits for what is on its
         way."""
         self.arrive()
         if not self.apart:
             self._take_weights()
-        kinds = [(OWN + name, buffers) for name, buffers in own]
+        kinds: Kinds = [(OWN + name, buffers) for name, buffers in own]
         kinds += [(f"{OWN}begin", self._begins)] if self._begins else []
         kinds.append(("model", self.anchors))
         kinds += [("outer/momentum", self._momenta)] if self._momenta else []

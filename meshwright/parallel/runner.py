@@ -47,7 +47,7 @@ class SerialRunner:
             loss = scalar_loss(parts)
             taken(number, parts)
             with engine.backward_scope(last=number == count - 1):
-                (loss * factor).backward()
+                (loss * factor).backward(inputs=engine.reach)
 
     def evaluate(self, engine: Engine, count: int, forward: Forward, taken: Taken) -> None:
         for number in range(count):

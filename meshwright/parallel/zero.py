@@ -53,7 +53,7 @@ class Part:
         self.size = (end - begin) // ways
         self.start = begin + rank * self.size
         self.decay, self.shared, self.counted, self.mixed = group.decay, group.shared, group.counted, group.mixed
-        self.domain, self.offload = group.domain, group.offload
+        self.domain, self.label, self.offload = group.domain, group.label, group.offload
         self.working = self._keep()
         self.master = self.buffer() if self.mixed else self.working
         self._own: torch.Tensor | None = None

@@ -41,3 +41,13 @@ def test_the_flash_operators_take_what_they_are_given():
     assert out.shape == q.shape and lse.shape == (4, 24) and lse.dtype == torch.float32
     gradients = compat.flash_backward(out, q, k, k, out, lse, cu, cu, (12, 8), False, 1.0)
     assert [each.shape for each in gradients] == [q.shape, k.shape, k.shape]
+
+
+def test_a_scheduler_sees_a_step_by_the_name_that_we_set():
+    """Red when torch calls it otherwise: a scheduler's first step then warns."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    compat.count_step(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        schedule.step()

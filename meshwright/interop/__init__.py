@@ -1,0 +1,1 @@
+"""Other tools' settings as ours, with what was found on the way. No torch."""

@@ -1,0 +1,71 @@
+"""`meshwright.init`: a script's process groups, opened once and closed when it ends, however it was started."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+from types import TracebackType
+
+import torch.distributed as dist
+
+from meshwright.distributed import device as devices
+from meshwright.distributed.environment import World, read_world
+from meshwright.distributed.world import Ranks, init_world
+from meshwright.errors import MeshwrightError, UserError
+from meshwright.runtime.run import Run
+
+__all__ = ["init"]
+
+
+def init(device: str | None = None, *, seed: int = 0, timeout: float = 1800.0) -> Run:
+    """Meet the other ranks of this script: those of `meshwright launch`, torchrun, Slurm or Kubernetes; alone, be the only one.
+
+    device: "cpu", "cuda", ...; None: the accelerator that torch finds, else the CPU. seed: orders random samplers that have no
+    generator of their own. timeout: seconds a collective may take. A process group that the script has opened is used, and
+    left open. Call it once, before `run.parallelize`. Raises DeviceError for what is missing.
+    """
+    kind = devices.pick(device)
+    if dist.is_initialized():
+        return Run(Ranks.adopt(_adopted(), devices.rank_device(kind, read_world(warn=False).local_rank), timeout), seed)
+    groups = init_world(read_world(), kind, timeout=timeout)
+    run = Run(groups.__enter__(), seed)
+    _Ending(run, groups).watch()
+    return run
+
+
+def _adopted() -> World:
+    """This process's place in the process group that is open."""
+    known = read_world(warn=False)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if known.world == size and known.rank == rank:
+        return known
+    return World(rank, size, rank, size, master_port=1, source="the script's own process group")
+
+
+class _Ending:
+    """Closes a run when the interpreter ends. After an error it does not wait for the other ranks, which would wait too."""
+
+    def __init__(self, run: Run, groups: contextlib.AbstractContextManager[Ranks]):
+        self._run = run
+        self._groups = groups
+        self._failed: BaseException | None = None
+        self._before = sys.excepthook
+
+    def watch(self) -> None:
+        sys.excepthook = self._hook
+        atexit.register(self._close)
+
+    def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """What the user can mend is told in its own words; everything else with the traceback of the script."""
+        self._failed = error
+        if isinstance(error, UserError):
+            print(f"meshwright: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code)  # from here it becomes the exit code of the process
+        self._before(kind, error, trace)
+
+    def _close(self) -> None:
+        self._run.close()
+        error = self._failed
+        with contextlib.suppress(BaseException if error is not None else MeshwrightError):
+            self._groups.__exit__(type(error) if error else None, error, None)

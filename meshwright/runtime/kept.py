@@ -1,0 +1,37 @@
+"""What a checkpoint of a user's run keeps beside its tensors, and the tensors of all its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from meshwright.checkpoint import Piece
+from meshwright.runtime.training import Training
+
+__all__ = ["pieces_of", "take_state", "training_state"]
+
+
+def training_state(training: Training) -> dict[str, Any]:
+    """JSON values of one module under training."""
+    settings = [each.state_dict()["param_groups"] for each in training.optimizers]
+    counts = {"steps": training.steps, "updates": training.updates, "skipped": training.skipped}
+    return {**counts, "engine": training.engine.extra_state(), "optimizers": training.own.state(), "settings": settings}
+
+
+def take_state(training: Training, saved: Mapping[str, Any]) -> None:
+    """Takes `training_state`, once the tensors are loaded."""
+    training.engine.after_load()
+    training.engine.load_extra(saved["engine"])
+    training.steps, training.updates, training.skipped = saved["steps"], saved["updates"], saved["skipped"]
+    for optimizer, groups in zip(training.optimizers, saved["settings"], strict=True):
+        for mine, theirs in zip(optimizer.param_groups, groups, strict=True):
+            mine.update({key: tuple(value) if isinstance(value, list) else value for key, value in theirs.items()})
+
+
+def pieces_of(trainings: Sequence[Training]) -> list[Piece]:
+    """Of all modules; with several each has its number before its names."""
+    if len(trainings) == 1:
+        return trainings[0].engine.parameters_state()
+    numbered = [(number, piece) for number, each in enumerate(trainings) for piece in each.engine.parameters_state()]
+    return [replace(piece, name=f"{number}/{piece.name}") for number, piece in numbered]

@@ -283,7 +283,7 @@ def second_half(folder: str, plan: str, kind: str) -> Outcome:
     [((2, "zero2"), (4, "zero3"), "adamw"), ((4, "zero3"), (1, "ddp"), "adagrad"), ((1, "ddp"), (2, "zero1"), "rmsprop")],
 )
 def test_a_run_goes_on_in_the_middle_of_an_epoch_on_another_layout(ranks, tmp_path: Path, before: Any, after: Any, kind: str):
-    """Mutations tried: moments not loaded (1e-2); the loader from the start of the epoch; the optimizer's steps not taken (7e-3)."""
+    """Mutations tried: moments not loaded (1e-2); the loader from its start; steps not taken (7e-3)."""
     reference = oracle(kind=kind, skip=5)
     ranks(before[0]).run(first_half, str(tmp_path), before[1], kind)
     for outcome in ranks(after[0]).run(second_half, str(tmp_path), after[1], kind):

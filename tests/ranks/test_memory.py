@@ -132,8 +132,8 @@ class Watched:
             out.staging = max(out.staging, sum(each.nbytes for each in staged))
             return buffer
 
-        def gathers(part: GatheredPart, group: Any) -> None:
-            gather(part, group)
+        def gathers(part: GatheredPart) -> None:
+            gather(part)
             assert isinstance(engine.parameters, GatheredParameters)
             there = sum(each.whole_weights.untyped_storage().nbytes() for each in engine.parameters.parts)
             out.gathered = max(out.gathered, there)

@@ -62,7 +62,6 @@ def assemble(job: Job, layout: Layout, overlap: bool = True) -> Engine:
         parameters, gradients = apply._data_parallel(
             model,
             plan,
-            mesh,
             axes,
             dtype=torch.float64,
             device=torch.device("cpu"),

@@ -8,7 +8,6 @@ from tests.parity import array
 from tests.parity.cells import Cell, limits_of, run_cell
 from tests.parity.faults import FAULTS
 
-
 green: set[Cell] = set()
 """Cells that were right without a fault; several faults are felt by the same."""
 

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.alone
-
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "meshwright", "bench", *arguments]
@@ -31,6 +29,7 @@ def test_a_wrong_name_is_the_users_mistake() -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_smoke_suite(tmp_path: Path) -> None:
     shape = ("--workloads", "smoke-encoder", "--steps", "12", "--warm", "4", "--devices", "1,2")

@@ -42,8 +42,8 @@ def test_the_command_gives_the_losses_and_weights_of_1_and_of_4_ranks(ranks, tmp
     plan.save(tmp_path / "plan.json")
     said = e2e.train(config, tmp_path / "on-2", "--plan", tmp_path / "plan.json", nproc=2).wait().out
     assert "2 data-parallel ranks x 2 micro-steps x 3 rows" in said and "(by hand)" in said
-    for nproc in (1, 4):
-        e2e.train_in(ranks(nproc), config, tmp_path / f"on-{nproc}")
+    for nproc, rows in ((1, 5), (4, 3)):
+        e2e.train_in(ranks(nproc), config, tmp_path / f"on-{nproc}", f"--train.micro_batch={rows}")
     assert Plan.load(tmp_path / "on-2" / "plan.json") == plan
     losses = e2e.column(tmp_path / "on-1", "loss")
     assert losses[0] > 5.5 and losses[-1] < 3.2, "it learns"

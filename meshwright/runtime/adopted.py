@@ -183,7 +183,8 @@ class AdoptedModule(nn.Module):
         """Arguments of ours, `tokens` among them, and the labels."""
         names = [name for name in inspect.signature(self.adopted.origin.forward).parameters if name != "self"]
         if len(args) > len(names):
-            raise TypeError(f"{type(self.adopted.origin).__name__} takes {len(names)} arguments, {len(args)} were given")
+            what = f"takes {len(names)} arguments, {len(args)} were given"
+            raise ConfigError(findings=[Finding(type(self.adopted.origin).__name__, what)])
         every = {key: value for key, value in {**dict(zip(names, args, strict=False)), **kwargs}.items() if value is not None}
         first = "input_ids" if self.config is not None else names[0]
         if not isinstance(every.get(first), torch.Tensor):

@@ -191,7 +191,9 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "how", "micro"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize(
+    ("kind", "layout", "how", "micro"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+)
 def test_a_users_transformer_trains_as_in_plain_torch(ranks, kind: str, layout: str, how: str, micro: int | None):
     reference = oracle(kind, how)
     sizes = LAYOUTS[layout]["layout"]

@@ -84,7 +84,6 @@ def test_the_transformer_has_the_losses_of_one_device(ranks, plan: str):
 
 
 def test_the_transformer_split_by_layers_and_matrices_has_the_losses_of_one_device(ranks):
-    """Mutation tried: the gradient of the logits summed over tensor ranks (losses of the second step differ by 1e-4)."""
     argv = [str(ROOT / "examples/simple_transformer.py"), *TOYS["simple_transformer.py"].split(), "--precision", "fp64"]
     one = losses(ranks(1).run(in_rank, argv)[0])
     split = [*argv, "--plan", '{"layout": {"pp": 2, "tp": 2}}', "--micro-batch", "2"]

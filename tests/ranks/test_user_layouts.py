@@ -199,7 +199,7 @@ SLOW = [
 
 
 # Mutations, each red: weights counted on every rank; the sums of cp counted on both; one label for all parameters; stand-ins
-# that weigh; labels of a decoder not moved.
+# that weigh; logits of cp in the order of the ranks; labels of a decoder not moved.
 @pytest.mark.parametrize(
     ("kind", "layout", "how", "micro"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 )

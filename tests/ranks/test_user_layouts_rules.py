@@ -51,7 +51,7 @@ def of_two(layout: str) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]
 
 @pytest.mark.parametrize("layout", ["zero1-pp"])
 def test_two_losses_with_weights_of_their_own(ranks, layout: str):
-    """Mutation tried: a rank without the loss keeps the names of no losses (it then divides by nothing and stops)."""
+    """Mutation tried: a rank without the loss keeps the names of no losses (it has no loss to report, and stops)."""
     model = module("simple")
     opt, expected = optimizer(model), []
     for batch in data():
@@ -157,7 +157,7 @@ def loaded(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def test_a_checkpoint_goes_on_under_another_split(ranks, tmp_path: Path):
-    """Mutation tried: the label of a parameter by its place in the model (moments of other groups)."""
+    """Mutation tried: one label for all parameters (7e-2 in the loss)."""
     ranks(4).run(saved, str(tmp_path))
     reference = oracle("simple")
     for losses, weights in ranks(2).run(loaded, str(tmp_path)):
@@ -197,7 +197,6 @@ def checked(plan: Any, kind: str) -> list[str]:
     ],
 )
 def test_check_names_what_depends_on_the_layout_on_every_rank(ranks, plan: Any, kind: str, says: str | None):
-    """Mutation tried: no agreement on what to run next (the ranks wait for each other for ever)."""
     for found in ranks(2).run(checked, plan, kind):
         assert found == [] if says is None else len(found) == 1 and says in found[0], found
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what BatchNorm1d to 3d and SyncBatchNorm have in common
+from torch.nn.modules.batchnorm import _NormBase as NormBase  # and InstanceNorm1d to 3d
 
 __all__ = [
+    "BatchNorm",
+    "NormBase",
     "all_gather_single",
     "count_step",
     "flash_backward",

@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.config.schema import LossScaleConfig, OptimizerConfig, SyncConfig
 from meshwright.errors import Finding, LayoutError
 from meshwright.models.trunk import Trunk
+from meshwright.parallel.axes import Axes
 from meshwright.parallel.balance import Balance
 from meshwright.parallel.batch_norm import place_batch_norms
 from meshwright.parallel.blocks import find_blocks
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.context import split_positions
-from meshwright.parallel.engine import Axes, Engine, StepInfo
+from meshwright.parallel.engine import Engine, StepInfo
 from meshwright.parallel.expert import split_experts
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.foreign import StudiedParameters

@@ -23,17 +23,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from meshwright.compat import all_gather_single
+from meshwright.compat import BatchNorm, all_gather_single
 from meshwright.distributed.mesh import DATA_AXES, subgroup
 
 __all__ = ["batch_norms", "kept_statistics", "place_batch_norms"]
 
 
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
+def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
     """Every BatchNorm of a model, by name."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
 
 
 def place_batch_norms(model: nn.Module, mesh: DeviceMesh | None, synchronised: bool) -> str:
@@ -68,7 +67,7 @@ def _data_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return subgroup(mesh, "batch_norm", mesh.mesh.permute(*others, *data).reshape(-1, size).tolist())
 
 
-def _forward(module: _BatchNorm, group: dist.ProcessGroup | None, x: torch.Tensor) -> torch.Tensor:
+def _forward(module: BatchNorm, group: dist.ProcessGroup | None, x: torch.Tensor) -> torch.Tensor:
     """[N, C, ...] to the same: what `module` computes, by the statistics of all rows of the group where it takes them anew."""
     if not isinstance(module, nn.SyncBatchNorm):
         module._check_input_dim(x)
@@ -91,7 +90,7 @@ def _forward(module: _BatchNorm, group: dist.ProcessGroup | None, x: torch.Tenso
     return y
 
 
-def _count_batch(module: _BatchNorm) -> float:
+def _count_batch(module: BatchNorm) -> float:
     """Counts a batch; returns its weight in the running statistics."""
     if module.num_batches_tracked is not None:
         module.num_batches_tracked.add_(1)

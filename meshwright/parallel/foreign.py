@@ -12,7 +12,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.parallel.blocks import Blocks
 from meshwright.parallel.lesson import Lesson
 from meshwright.parallel.zero import Part
-from meshwright.parallel.zero3 import GatheredParameters, GatheredPart
+from meshwright.parallel.zero3 import GatheredParameters, GatheredPart, Walk
 
 __all__ = ["StudiedParameters"]
 
@@ -32,6 +32,8 @@ class StudiedParameters(GatheredParameters):
         self._lesson: Lesson | None = None
         self._late: Lesson | None = None
         """Of which backward is still to come."""
+        self._walks: list[Walk] = []
+        """Forwards that the next backward is for."""
         self._route: dict[bool, list[nn.Module]] = {}
         """Blocks that the lesson visited, with gradients and without."""
         super().__init__(*args, **options)
@@ -58,12 +60,29 @@ class StudiedParameters(GatheredParameters):
 
     def _enter(self) -> None:
         grad = torch.is_grad_enabled()
-        if not self._whole and grad not in self._route and any(self._blocks.values()):
+        learns = not self._whole and grad not in self._route and any(self._blocks.values())
+        if learns:
             self._routes = {}
-            super()._enter()
-            self._lesson = self._begin_lesson()
-            return
         super()._enter()
+        if learns:
+            self._lesson = self._begin_lesson()
+        if grad:
+            self._walks.append(self._walk)
+
+    def _needed_beside(self, walk: Walk) -> set[Part]:
+        """A weight that several forwards used gets its one gradient when backward is through with all of them."""
+        left = [other.visits if other.reached is None else other.visits[: other.reached + 1] for other in self._walks]
+        return {
+            part
+            for other, visits in zip(self._walks, left, strict=True)
+            if other is not walk
+            for block in visits
+            for part in self._blocks[block]
+        }
+
+    def end(self, chunk: int, last: bool) -> None:
+        super().end(chunk, last)
+        self._walks.clear()
 
     def _begin_lesson(self) -> Lesson:
         blocks: dict[int, list[nn.Module]] = {}

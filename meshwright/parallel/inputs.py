@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from meshwright.compat import NormBase
 from meshwright.errors import Finding, UserError
 
 __all__ = ["cast_buffers", "cast_inputs", "scalar_loss"]
@@ -31,7 +31,7 @@ def cast_buffers(model: nn.Module, persistent: Collection[str], dtype: torch.dty
     their modules see to the precision."""
     for name, module in model.named_modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
-            kept = isinstance(module, _NormBase) or f"{name}.{key}".lstrip(".") not in persistent
+            kept = isinstance(module, NormBase) or f"{name}.{key}".lstrip(".") not in persistent
             if buffer.is_floating_point() and not kept and buffer.dtype != dtype:
                 setattr(module, key, buffer.to(dtype))
 

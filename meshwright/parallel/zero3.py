@@ -42,7 +42,7 @@ from meshwright.parallel.lesson import tensors_in
 from meshwright.parallel.replicate import Lane, second_gradient
 from meshwright.parallel.zero import Part, ShardedGroup, ShardedParameters, StreamedGradients
 
-__all__ = ["GatheredGradients", "GatheredParameters"]
+__all__ = ["GatheredGradients", "GatheredParameters", "GatheredPart", "Walk"]
 
 
 class GatheredPart(Part):
@@ -127,7 +127,7 @@ class GatheredGroup(ShardedGroup):
 
 
 @dataclass(eq=False)
-class _Walk:
+class Walk:
     """The blocks that one forward visited, in order, and how far back its backward has come."""
 
     visits: list[nn.Module] = field(default_factory=list)
@@ -149,7 +149,7 @@ class GatheredParameters(ShardedParameters):
         """Called in backward, with parts whose gradients are complete for this micro-step."""
         self.backward: Callable[[], bool] = lambda: False
         """Whether a backward is going on."""
-        self._walk = _Walk()
+        self._walk = Walk()
         self._routes: dict[nn.Module, list[nn.Module]] = {}
         self._ends: set[nn.Module] = set()
         """Blocks with which a forward ends."""
@@ -220,7 +220,7 @@ class GatheredParameters(ShardedParameters):
                 self._whole = False
 
     def _enter(self) -> None:
-        self._walk = _Walk()
+        self._walk = Walk()
         self._start(self._shared)
         if len(self._routes) == 1:
             self._prefetch(next(iter(self._routes)))
@@ -269,12 +269,12 @@ class GatheredParameters(ShardedParameters):
         """Before the backward of a chunk: gathers what lies outside of blocks, where it is not there any more."""
         self._have([part for part in self.parts if part in self._shared and part.chunk in (chunk, -1)])
 
-    def _reached(self, walk: _Walk, number: int) -> None:
+    def _reached(self, walk: Walk, number: int) -> None:
         """Backward has come to the output of a visit: all that was visited later, and not before, is finished."""
         if walk.reached is not None and walk.reached <= number:  # by another of its outputs
             return
         walk.reached = number
-        needed = {part for block in walk.visits[: number + 1] for part in self._blocks[block]}
+        needed = {part for block in walk.visits[: number + 1] for part in self._blocks[block]} | self._needed_beside(walk)
         done = {part for block in walk.visits[number + 1 :] for part in self._blocks[block]} - needed
         if not self.once:
             self._release(done)
@@ -282,6 +282,10 @@ class GatheredParameters(ShardedParameters):
         if number:
             self._prefetch(walk.visits[number - 1])
         self.finished(set(done))
+
+    def _needed_beside(self, walk: Walk) -> set[Part]:
+        """What the same backward still needs for other forwards than `walk`. Our models run one forward for each backward."""
+        return set()
 
     def end(self, chunk: int, last: bool) -> None:
         """After the backward of a chunk; `last`: of the step."""

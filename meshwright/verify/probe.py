@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from meshwright.compat import BatchNorm
 from meshwright.errors import Finding
 from meshwright.parallel.lesson import tensors_in
 
@@ -126,7 +126,7 @@ def _finding(model: nn.Module, name: str | None) -> Finding:
     modules = dict(model.named_modules())
     module = modules[name]
     where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         what = "normalises by the statistics of the batch, so that a row's result depends on the other rows"
         fix = (
             "Over several ranks keep batch_norm: synchronised, and rows a micro-step x data ranks as on one device; or use "

@@ -79,7 +79,7 @@ def killed_again_and_again(ranks, folder: Path, kills: list[Plant], total: int) 
     run = folder / "run"
     for kill in kills:
         e2e.train(config, run, "--resume", "latest", plants=[kill]).wait(-9)
-    e2e.train(config, run, "--resume", "latest").wait()
+    e2e.train_in(ranks(2), config, run, resume=True)
     e2e.assert_same(run, folder / "whole")
     left = sorted(path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".step"))
     assert not left, "what the dead runs left is tidied up"

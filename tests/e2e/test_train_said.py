@@ -38,7 +38,7 @@ def test_a_drift_on_one_rank_ends_the_run_with_the_first_parameter(tmp_path):
     assert e2e.column(tmp_path / "run", "step") == [1, 2, 3]
 
 
-def test_a_profile_a_best_loss_and_a_finished_run_are_told(tmp_path):
+def test_a_profile_a_best_loss_and_a_finished_run_are_told(ranks, tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", train={**SHORT, "steps": 6}, evaluate={"every": 2})
     run = tmp_path / "run"
     said = e2e.train(config, run, "--profile", "2:3").wait()
@@ -47,9 +47,11 @@ def test_a_profile_a_best_loss_and_a_finished_run_are_told(tmp_path):
     best = min(held_out, key=lambda step: held_out[step])
     assert re.search(rf"^best held-out loss +{held_out[best]:.4f} at step {best}$", said.out, re.M)
     assert re.search(r"^data: \d+ rows of 32 tokens an epoch, held out: \d+ rows? \([\d,]+ tokens\); 6 steps$", said.out, re.M)
-    said = e2e.train(config, run, "--resume", "latest", nproc=1).wait()
-    assert "this run is finished: 6 steps of 6 done. To go on, raise train.steps\n" in said.out
-    assert "is finished" not in e2e.train(config, run, "--resume", "latest", "--train.steps=7", nproc=1).wait().out
+    finished = "this run is finished: 6 steps of 6 done. To go on, raise train.steps"
+    assert finished in prepared(config, run, resume=True)[1]
+    assert finished not in prepared(config, run, "--train.steps=7", resume=True)[1]
+    e2e.train_in(ranks(1), config, run, "--train.steps=7", resume=True)
+    assert e2e.column(run, "step") == list(range(1, 8))
 
 
 def test_what_is_held_out_is_counted(ranks, tmp_path):

@@ -19,8 +19,6 @@ from meshwright.distributed.watch import EXIT_HUNG
 from tests.e2e import helpers as e2e
 from tests.e2e.planted import Plant
 
-pytestmark = pytest.mark.alone
-
 BLOCKED = Plant("sleep", "before reduce", nth=12, rank=1, value=600)
 """Rank 1 hangs before a collective, in which rank 0 then waits."""
 
@@ -48,6 +46,7 @@ def logs(folder: Path) -> str:
     return "".join(path.read_text() for path in (folder / "run" / "logs").glob("rank*.log"))
 
 
+@pytest.mark.alone
 def test_a_blocked_rank_is_ended_by_its_watchdog_within_the_grace_time(tmp_path):
     run = hung(tmp_path, grace=3)
     run.process.send_signal(signal.SIGTERM)
@@ -59,6 +58,7 @@ def test_a_blocked_rank_is_ended_by_its_watchdog_within_the_grace_time(tmp_path)
     assert "stopped by SIGTERM" in run.err and "Traceback" not in run.err + run.out
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_second_signal_ends_a_blocked_run_at_once(tmp_path):
     run = hung(tmp_path, grace=300)
@@ -71,6 +71,7 @@ def test_a_second_signal_ends_a_blocked_run_at_once(tmp_path):
     assert time.monotonic() - start < 6
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_a_run_that_makes_no_progress_ends_itself(tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", run={"timeout": 4})
@@ -78,6 +79,7 @@ def test_a_run_that_makes_no_progress_ends_itself(tmp_path):
     assert "no progress for 4" in said.err and "(limit 4 s) in a step" in said.err
 
 
+@pytest.mark.alone
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", train={"steps": 100000})
     run = e2e.train(config, tmp_path / "run")
@@ -87,6 +89,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path):
     run.wait(-9, gone=5)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -15)])
 def test_a_signal_during_the_preparation_leaves_nothing_running(tmp_path, number, code):
     big = tmp_path / "big.jsonl"
@@ -153,7 +156,7 @@ def test_two_slurm_tasks_train_as_one_and_a_signal_to_one_stops_both(plain, tmp_
         port = free_port()
         return [e2e.Command(*args, env=slurm(rank, port), plants=plants) for rank in (0, 1)]
 
-    both = tasks(Plant("sleep", "before step", value=0.1))
+    both = tasks(Plant("sleep", "before step", value=0.25))
     both[0].until(lambda: e2e.steps_done(run) >= 4)
     both[1].process.send_signal(signal.SIGTERM)
     for task in both:

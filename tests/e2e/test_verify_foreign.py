@@ -36,4 +36,4 @@ def test_tensor_and_pipeline_parallelism_are_refused_by_name(tmp_path, capfd):
     flags = ["--nproc", "2", "--layouts", str(tmp_path / "plans.json"), "--model.arch=straight", "--model.width=8"]
     assert main(["verify", str(config), *flags]) == 2
     said = capfd.readouterr().err
-    assert said.count("nothing says how the parameters of 'straight' are split") == 2
+    assert said.count("nothing says how the parameters and positions of 'straight' are split") == 2

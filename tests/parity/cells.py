@@ -157,7 +157,8 @@ class Outcome:
 
 def compiled_alike(cell: Cell) -> tuple[Any, ...]:
     """Cells of which this is the same run much the same compiled blocks, whatever else their layouts are."""
-    return LAYOUTS[cell.layout].tp, cell.sequence_parallel, cell.model, cell.precision
+    layout = LAYOUTS[cell.layout]
+    return layout.tp, layout.cp, layout.ep, cell.sequence_parallel, cell.model, cell.precision
 
 
 def limits_of(cell: Cell) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.distributed.mesh import AxisGroups
-from meshwright.parallel import context, context_blocks, engine, expert, links, norm, replicate, tensor, zero
+from meshwright.parallel import axes, context, context_blocks, engine, expert, links, norm, replicate, tensor, zero
 from meshwright.spec.pipeline import RECEIVE_GRADIENT
 from meshwright.verify import cases
 from tests.parity.cells import LAYOUTS, Cell
@@ -193,7 +193,7 @@ def _no_gradient_of_other_positions() -> Any:
 
 
 def _targets_counted_by_each_context_rank() -> Any:
-    return mock.patch.object(engine.Axes, "same_rows", property(lambda axes: tuple(axes.model.values())))
+    return mock.patch.object(axes.Axes, "same_rows", property(lambda own: tuple(own.model.values())))
 
 
 def _row_counted_by_each_context_rank() -> Any:

@@ -18,19 +18,21 @@ from meshwright.models import build
 from meshwright.parallel.inputs import scalar_loss
 from meshwright.train.objectives import make_objective
 from tests.parity import array
-from tests.parity.cells import LAYOUTS, limits_of, reference_of, run_cell
+from tests.parity.cells import LAYOUTS, compiled_alike, limits_of, reference_of, run_cell
 from tests.parity.models import MODELS, ROWS, STEPS, case_of, rows_of
 
 
 def cells() -> list[Any]:
-    """The array; of the compiled cells, each of which takes as long as thirty others, one a layout, the rest among the slow."""
+    """The array, those beside each other that share what is compiled; of the compiled cells, each of which takes as long as
+    thirty others, one a layout, the rest among the slow."""
     met: set[str] = set()
-    found = []
+    slow: set[str] = set()
     for cell in array.load():
-        again = cell.compile != "off" and cell.layout in met
-        met |= {cell.layout} if cell.compile != "off" else set()
-        found.append(pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] if again else []))
-    return found
+        if cell.compile != "off":
+            slow |= {cell.id} if cell.layout in met else set()
+            met.add(cell.layout)
+    ordered = sorted(array.load(), key=lambda cell: (cell.world, compiled_alike(cell)))
+    return [pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] if cell.id in slow else []) for cell in ordered]
 
 
 @pytest.mark.parametrize("cell", cells())

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from meshwright.config.schema import OptimizerConfig
 from meshwright.parallel import apply
 from meshwright.parallel.apply import Engine
+from meshwright.parallel.axes import Axes
 from meshwright.parallel.compile import compile_blocks
-from meshwright.parallel.engine import Axes
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.sharing import Sharing

@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.config.schema import OptimizerConfig
 from meshwright.errors import LayoutError
 from meshwright.parallel.apply import parallelize
-from meshwright.parallel.engine import Axes, Engine
+from meshwright.parallel.axes import Axes
+from meshwright.parallel.engine import Engine
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.replicate import Gradients

@@ -17,8 +17,9 @@ from meshwright.config.schema import OptimizerConfig
 from meshwright.distributed.mesh import coordinate
 from meshwright.errors import MeshwrightError
 from meshwright.parallel import replicate
+from meshwright.parallel.axes import Axes
 from meshwright.parallel.buffers import Unit, unit_of
-from meshwright.parallel.engine import Axes, Engine
+from meshwright.parallel.engine import Engine
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.precision import working_dtype

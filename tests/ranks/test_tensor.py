@@ -21,8 +21,8 @@ from meshwright.kernels.dropout import position_keys
 from meshwright.models import build
 from meshwright.models.initialize import initialize, values_of
 from meshwright.parallel import tensor
+from meshwright.parallel.axes import Axes
 from meshwright.parallel.compile import compile_blocks
-from meshwright.parallel.engine import Axes
 from meshwright.parallel.sharing import Sharing
 from meshwright.parallel.tensor import split_tensors
 from meshwright.spec.box import Box

@@ -51,3 +51,11 @@ def test_a_scheduler_sees_a_step_by_the_name_that_we_set():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         schedule.step()
+
+
+def test_what_normalises_over_rows_has_one_base_class():
+    """Red when torch makes one of them otherwise: it would then be left to each rank, without a word."""
+    norms = [torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm]
+    assert all(issubclass(norm, compat.BatchNorm) for norm in norms)
+    assert all(issubclass(norm, compat.NormBase) for norm in [*norms, torch.nn.InstanceNorm1d])
+    assert not issubclass(torch.nn.LayerNorm, compat.NormBase)

@@ -2,9 +2,11 @@
 
 python examples/simple_transformer.py                                     # one device
 meshwright launch --nproc 8 examples/simple_transformer.py --plan ddp     # also zero1, zero2, zero3, or JSON
+meshwright launch --nproc 4 examples/simple_transformer.py --plan '{"layout": {"pp": 2, "tp": 2}}' --micro-batch 4
 meshwright launch --nproc 8 examples/simple_transformer.py --deepspeed_config examples/ds_config.json
 
-The second form uses `run.step`, the third the calls of DeepSpeed. Text: the bytes of this very file, over and over.
+The second form uses `run.step`, and so does the third, which splits every layer over two devices and the layers over two
+pairs of them; the last uses the calls of DeepSpeed. Text: the bytes of this very file, over and over.
 """
 
 import argparse

@@ -29,12 +29,14 @@ _LAYER = {
 
 @dataclass(frozen=True)
 class Guess:
-    """One way to read a module. names: of its modules, by the name of ours."""
+    """One way to read a module. names: of its modules, by the name of ours. bare: of its parameters that are a module's
+    weight among ours."""
 
     config: ModelConfig
     task: str
     names: Mapping[str, str]
     notes: tuple[str, ...]
+    bare: frozenset[str] = frozenset()
 
     def pieces(self, shapes: Mapping[str, tuple[int, ...]], table: Table) -> list[Piece]:
         """Where each of our parameters, of these shapes, lies in theirs."""
@@ -48,7 +50,8 @@ class Guess:
                     rows = part.rows * fused.groups
                     found.append(Piece(f"{base}.in_proj_{leaf}", name, number * rows, rows, part.name))
             else:
-                found.append(Piece(f"{self.names[owner]}.{leaf}", name, 0, shape[0]))
+                theirs = self.names[owner]
+                found.append(Piece(theirs if theirs in self.bare else f"{theirs}.{leaf}", name, 0, shape[0]))
         return found
 
 
@@ -59,20 +62,25 @@ def guesses(module: nn.Module) -> list[Guess]:
         what = f"has {len(encoders)} nn.TransformerEncoder, and neither is it of a family of transformers that is ours"
         raise _refused(module, [Finding("", what, FIX)])
     (path, encoder), *_ = encoders.items()
-    embeddings, outputs, findings = _around(module, path)
+    embeddings, tables, outputs, findings = _around(module, path, encoder)
     findings += _layers_differ(encoder)
     if findings:
         raise _refused(module, findings)
     output, head = outputs[0]
-    found = list(_readings(module, path, encoder, embeddings, output, head))
+    found = list(_readings(path, encoder, embeddings, tables, output, head))
     if not found:
         what = f"{output} has {head.out_features} outputs, and no table has as many rows; nor can they be classes"
         raise _refused(module, [Finding("", what, FIX)])
     return found
 
 
-def _around(module: nn.Module, path: str) -> tuple[list[tuple[str, nn.Embedding]], list[tuple[str, nn.Linear]], list[Finding]]:
-    """The tables and linear layers beside the encoder, and what else has parameters there."""
+def _around(
+    module: nn.Module, path: str, encoder: Any
+) -> tuple[list[tuple[str, nn.Embedding]], list[tuple[str, nn.Parameter]], list[tuple[str, nn.Linear]], list[Finding]]:
+    """The tables and linear layers beside the encoder, parameters that may be a table of positions, and what else has
+    parameters there."""
+    width = encoder.layers[0].self_attn.embed_dim if len(encoder.layers) and _ours(encoder.layers[0]) else None
+    tables: list[tuple[str, nn.Parameter]] = []
     embeddings: list[tuple[str, nn.Embedding]] = []
     outputs: list[tuple[str, nn.Linear]] = []
     findings = []
@@ -90,12 +98,14 @@ def _around(module: nn.Module, path: str) -> tuple[list[tuple[str, nn.Embedding]
                     findings.append(Finding(name, f"has {option}, which our embedding has not", FIX))
         elif type(part) is nn.Linear:
             outputs.append((name, part))
+        elif len(own) == 1 and not tables and own[0][1].dim() == 2 and own[0][1].shape[1] == width:
+            tables.append((f"{name}.{own[0][0]}".lstrip("."), own[0][1]))
         else:
             findings.append(Finding(f"{name}.{own[0][0]}".lstrip("."), f"of {type(part).__name__} has no place in ours", FIX))
-    if len(embeddings) not in (1, 2) or len(outputs) != 1:
-        what = f"has {len(embeddings)} nn.Embedding and {len(outputs)} nn.Linear beside its encoder"
+    if len(embeddings) not in (1, 2) or len(embeddings) + len(tables) > 2 or len(outputs) != 1:
+        what = f"has {len(embeddings) + len(tables)} tables and {len(outputs)} nn.Linear beside its encoder"
         findings.append(Finding("", what, f"One table of tokens, perhaps one of positions, and one output layer. {FIX}"))
-    return embeddings, outputs, findings
+    return embeddings, tables, outputs, findings
 
 
 def _layers_differ(encoder: nn.TransformerEncoder) -> list[Finding]:
@@ -136,10 +146,10 @@ def _activation(layer: Any) -> str | None:
 
 
 def _readings(
-    module: nn.Module,
     path: str,
     encoder: nn.TransformerEncoder,
     embeddings: list[tuple[str, nn.Embedding]],
+    tables: list[tuple[str, nn.Parameter]],
     output: str,
     head: nn.Linear,
 ) -> Iterator[Guess]:
@@ -171,23 +181,24 @@ def _readings(
     notes = []
     if layer.dropout.p:
         notes.append(f"dropout {layer.dropout.p} inside of the feed-forward layer becomes dropout after the embedding")
-    for tokens, positions in _orders(embeddings):
+    bare = frozenset(name for name, _ in tables)
+    for tokens, positions in _orders(embeddings, tables):
         table = {"embedding": tokens[0]} | ({"position_embedding": positions[0]} if positions else {})
         shape = {"vocab": tokens[1].num_embeddings, "positions": "learned" if positions else "none"}
-        shape |= {"max_len": positions[1].num_embeddings} if positions else {}
+        shape |= {"max_len": getattr(positions[1], "weight", positions[1]).shape[0]} if positions else {}
         for arch, task in _tasks(head.out_features, tokens[1].num_embeddings):
             special = {"classes": head.out_features} if task == "classify" else {"tied": head.weight is tokens[1].weight}
             special |= {} if task == "classify" else {"head_bias": head.bias is not None}
             if task == "classify" and head.bias is None:
                 continue
             config = ModelConfig(**values, **shape, **special, arch=arch)
-            yield Guess(config, task, names | table, tuple(notes))
+            yield Guess(config, task, names | table, tuple(notes), bare)
 
 
-def _orders(embeddings: list[tuple[str, nn.Embedding]]) -> Iterator[tuple[Any, Any]]:
-    """(tokens, positions): either table may be that of the tokens."""
+def _orders(embeddings: list[tuple[str, nn.Embedding]], tables: list[tuple[str, nn.Parameter]]) -> Iterator[tuple[Any, Any]]:
+    """(tokens, positions): either of two embeddings may be that of the tokens."""
     if len(embeddings) == 1:
-        yield embeddings[0], None
+        yield embeddings[0], tables[0] if tables else None
     else:
         yield embeddings[0], embeddings[1]
         yield embeddings[1], embeddings[0]

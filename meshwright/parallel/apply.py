@@ -56,7 +56,7 @@ def parallelize(
     sync: SyncConfig | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    label: Callable[[nn.Parameter], int] | None = None,
+    label: Callable[[nn.Parameter, str], int] | None = None,
     make_optimizer: Callable[[FlatParameters], FlatOptimizer] | None = None,
 ) -> Engine:
     """Prepares `model` in place for training by `plan` on `mesh` and returns the engine that runs its steps.

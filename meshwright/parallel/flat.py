@@ -51,8 +51,8 @@ class FlatParameters:
     to be filled by `Engine.fill` or inside `Engine.masters()`. A parameter that the model holds under several names is kept
     once, under the canonical name of the table, else under the first one. ways: every bucket of `bucket_bytes` (see
     `buckets`) can be cut into as many equal aligned pieces. offload: what lies in host memory. sharing: which blocks of
-    logical tensors they are, and who else holds them. unit: of a parameter's name in this model. label: of a parameter; those
-    of one label share a group. Raises LayoutError where nothing can be trained.
+    logical tensors they are, and who else holds them. unit: of a parameter's name in this model. label: of a parameter and
+    its logical name; those of one label share a group. Raises LayoutError where nothing can be trained.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class FlatParameters:
         offload: str = "none",
         sharing: Sharing | None = None,
         unit: Callable[[str], Unit] = unit_of,
-        label: Callable[[nn.Parameter], int] = lambda parameter: 0,
+        label: Callable[[nn.Parameter, str], int] = lambda parameter, name: 0,
         ways: int = 1,
         bucket_bytes: int = 0,
     ):
@@ -90,7 +90,7 @@ class FlatParameters:
             placement = self.placements[name]
             slot = Slot(name, index, parameter, parameter.shape, 0, parameter.numel(), placement, unit(name))
             placed = (placement.shared, placement.counted, placement.domain)
-            kind = Kind(decays(placement.name, words), *placed, label(parameter))
+            kind = Kind(decays(placement.name, words), *placed, label(parameter, placement.name))
             plans.setdefault(kind, []).append(slot)
         self.groups = [self._group(plans[kind], kind, dtype, device) for kind in sorted(plans, key=lambda kind: kind.order)]
         self.slots = sorted((slot for group in self.groups for slot in group.slots), key=lambda slot: slot.index)

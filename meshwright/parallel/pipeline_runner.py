@@ -164,10 +164,11 @@ class _Stage:
     """Stands in for the model in a loss function."""
 
     def __init__(self, model: nn.Module, hidden: torch.Tensor | None, span: tuple[int, int], last: bool):
-        self._model, self._hidden, self._span, self._last = model, hidden, span, last
+        self._model, self._hidden, self._last = model, hidden, last
+        self.span = span
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._model(*args, hidden=self._hidden, span=self._span, **kwargs)
+        output = self._model(*args, hidden=self._hidden, span=self.span, **kwargs)
         if not self._last:
             raise _Reached(output)
         return output

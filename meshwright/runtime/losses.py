@@ -110,7 +110,8 @@ class Window:
 
     counts: whether this rank's weights count (one rank of those that hold parts of one model). guess: what all ranks divide by
     while the weight is not known; None: agreed on at the first micro-batch. planned: micro-batches that the step will have on
-    each rank. known: weights over all ranks, where they are known ahead, by name ("" for all).
+    each rank. known: weights over all ranks, where they are known ahead, by name ("" for all). alone: other ranks do not see
+    the losses while micro-batches run, so that there is a guess from the start, and nothing is agreed on before `close`.
     """
 
     ranks: Ranks
@@ -119,6 +120,7 @@ class Window:
     guess: float | None
     planned: int
     known: dict[str, float] | None = None
+    alone: bool = False
     names: tuple[str, ...] = ()
     count: int = 0
     _weights: list[list[Weight]] = field(default_factory=list)
@@ -144,7 +146,7 @@ class Window:
         self._bare |= any(term.bare for term in terms)
         if rows is not None or empty:
             self._rows.append(float(rows or 0))
-        if self.known is None and len(terms) > 1 and self.planned == 1:
+        if self.known is None and len(terms) > 1 and self.planned == 1 and not self.alone:
             self.known, self._measured = dict(zip(names, self._total(weights), strict=True)), True
         divisors = [self.known.get(name, self.known.get("", 0.0)) for name in names] if self.known is not None else None
         if divisors is None:
@@ -160,8 +162,10 @@ class Window:
     def _guessed(self, terms: Sequence[Term], weights: Sequence[Weight]) -> float:
         if len(weights) > 1 and len({float(weight) for weight in weights}) > 1:  # float() waits for the device
             shown = ", ".join(f"{term.name} {float(weight):g}" for term, weight in zip(terms, weights, strict=True))
-            fix = "Give run.step(..., weight_fn=) that tells the weight of each from the batch, or one micro-batch a step"
-            what = f"weigh differently ({shown}), and the step has several micro-batches"
+            fix = "Give run.step(..., weight_fn=) that tells the weight of each from the batch"
+            fix += "" if self.alone else ", or one micro-batch a step"
+            why = "only the last stage sees them" if self.alone else "the step has several micro-batches"
+            what = f"weigh differently ({shown}), and {why}"
             raise LossError(findings=[Finding("losses", what, fix)])
         if self.guess is None:
             self.guess = self._total(weights[:1])[0] * self.planned or 1.0
@@ -170,6 +174,17 @@ class Window:
     def _total(self, weights: Sequence[Weight]) -> list[float]:
         mine = [float(weight) if self.counts else 0.0 for weight in weights]
         return mine if self.ranks.size == 1 else sum_scalars(mine, self.ranks.control)
+
+    def told(self) -> dict[str, Any]:
+        """JSON values: what was counted, for ranks that do not see the losses."""
+        weights = [[float(weight) for weight in each] for each in self._weights]
+        return {"names": list(self.names), "weights": weights, "rows": self._rows, "bare": self._bare}
+
+    def follow(self, told: Mapping[str, Any]) -> None:
+        """Takes what another rank has `told`; the sums stay there."""
+        self.names, self._bare = tuple(told["names"]), told["bare"]
+        self._weights, self._rows = told["weights"], told["rows"]
+        self._sums = [torch.zeros(len(self.names), dtype=torch.float64, device=self.device)]
 
     def close(self) -> tuple[float, dict[str, float]]:
         """(what the gradients are to be divided by, weight of each loss over all ranks). Collective. Raises LossError where

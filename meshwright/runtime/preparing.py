@@ -18,13 +18,14 @@ from meshwright.errors import ConfigError, Finding, LayoutError
 from meshwright.parallel.own_optimizer import Labels
 from meshwright.parallel.precision import working_dtype
 from meshwright.runtime.training import Cast
-from meshwright.runtime.user_plan import Given, resolve_plan
+from meshwright.runtime.user_plan import Given, precision_of, resolve_plan, splits
 from meshwright.spec.plan import Plan, read_plan
 
 __all__ = [
     "as_given",
     "cast_of",
     "check_arguments",
+    "dtype_of",
     "forward_under",
     "keys_of",
     "listed",
@@ -44,6 +45,7 @@ def check_arguments(
     clip: float,
     precision: str | None,
     known_models: Sequence[nn.Module] = (),
+    batch_norm: str = "synchronised",
 ) -> None:
     """Raises ConfigError with everything that is wrong with the arguments of `parallelize`."""
     findings = []
@@ -58,6 +60,7 @@ def check_arguments(
     for name, value, known in (
         ("batch", batch, ("global", "rank")),
         ("on_nonfinite", on_nonfinite, ("stop", "skip")),
+        ("batch_norm", batch_norm, ("synchronised", "local")),
         ("precision", precision, (None, "fp32", "fp64", "bf16", "fp16")),
     ):
         if value not in known:
@@ -113,6 +116,15 @@ def plan_for(
         micro_batch=micro_batch,
         moments=0 if sgd else 2,
     )
+
+
+def dtype_of(model: nn.Module, plan: Plan, precision: str | None, low_weights: bool | None) -> torch.dtype:
+    """Of the working weights. precision, low_weights: as given to `Run.parallelize`."""
+    if plan.precision in ("fp32", "fp64"):
+        return working_dtype(plan.precision)
+    low = (plan.layout.zero == 3 or splits(plan)) if low_weights is None else low_weights
+    low |= precision is None and precision_of(model) == plan.precision
+    return working_dtype(plan.precision) if low else torch.float32
 
 
 def share_values(model: nn.Module, ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,29 +24,30 @@ from meshwright.errors import CheckpointError, ConfigError, Finding, MeshwrightE
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.own_optimizer import Labels, OwnOptimizer
-from meshwright.parallel.precision import working_dtype
+from meshwright.parallel.whole import whole_weights
+from meshwright.runtime.adopted import AdoptedModule
 from meshwright.runtime.batches import Split, split_rows
+from meshwright.runtime.checking import findings_of
+from meshwright.runtime.given_optimizer import ParallelOptimizer
 from meshwright.runtime.kept import pieces_of, take_state, training_state
 from meshwright.runtime.preparing import (
     as_given,
-    cast_of,
     check_arguments,
-    forward_under,
+    dtype_of,
     keys_of,
     listed,
     owners,
     plan_for,
     share_values,
 )
-from meshwright.runtime.training import ParallelOptimizer, StepResult, Training
+from meshwright.runtime.splitting import give_back, original_state, subject_of, training_of
+from meshwright.runtime.training import StepResult, Training
 from meshwright.runtime.user_loader import UserLoader
 from meshwright.runtime.user_plan import Given, precision_of
 from meshwright.spec.parameters import Table
 from meshwright.spec.plan import Plan
 
 __all__ = ["Run"]
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 class Run:
@@ -94,7 +95,7 @@ class Run:
 
     def parallelize(
         self,
-        model: Module,
+        model: nn.Module,
         optimizer: Any,
         loader: Any = None,
         *,
@@ -110,8 +111,11 @@ class Run:
         split: Split = split_rows,
         elementwise: bool = False,
         table: Table | None = None,
-    ) -> tuple[Module, Any, Any]:
-        """(model, optimizer, loader) to go on with. The model is the same object; optimizer and loader are in place of the old.
+        batch_norm: Literal["synchronised", "local"] = "synchronised",
+    ) -> tuple[nn.Module, Any, Any]:
+        """(model, optimizer, loader) to go on with, in place of the old ones. The model is the same object, but where the plan
+        has tp, pp or cp: there it is another one that is called alike (`runtime.adopted`), made from a transformer that
+        `models.adopt` knows. Your module then keeps its old weights, on the CPU, until `give_back`.
 
         optimizer: a torch optimizer over parameters of the model, or several (a list, tuple or dict comes back as one).
         loader: a DataLoader or any iterable of batches, or several, or None.
@@ -122,59 +126,68 @@ class Run:
         micro_batch: rows that `step` puts through the model at once. accumulate: micro-batches a step, where that is not given.
         clip: largest global gradient norm of `step`; 0: off. on_nonfinite: "stop" raises NumericsError, "skip" goes on.
         split: cuts batches that are no tensors of rows. elementwise: optimizers unknown to us treat each element by itself.
-        table: how parameters are split over tensor and pipeline ranks.
+        table: how parameters are split over tensor and pipeline ranks. batch_norm: BatchNorm takes its statistics from the rows
+        of all data ranks ("synchronised"), or of its own ("local").
         Parameters start as they are on rank 0. Raises UserError subclasses with everything that is wrong.
         """
         optimizers = listed(optimizer, torch.optim.Optimizer)
-        known = [each.model for each in self._trainings]
-        check_arguments(model, optimizers, batch, on_nonfinite, micro_batch, accumulate, clip, precision, known)
+        known = [module for each in self._trainings for module in each.known_as]
+        check_arguments(model, optimizers, batch, on_nonfinite, micro_batch, accumulate, clip, precision, known, batch_norm)
         labels = Labels(tuple(optimizers))
         label = owners(model, labels, self.notes)
         kept = precision or precision_of(model)
         self.plan = made = plan_for(model, plan, kept, precision is not None, micro_batch, optimizers, self.ranks)
-        low = made.layout.zero == 3 if low_weights is None else low_weights
-        if precision is None and made.precision in ("bf16", "fp16"):
-            low = precision_of(model) == made.precision or low
-        dtype = working_dtype(made.precision) if low or made.precision in ("fp32", "fp64") else torch.float32
-        share_values(model, self.ranks)
+        dtype = dtype_of(model, made, precision, low_weights)
+        subject = subject_of(model, made, table, label, low_weights, self.seed)
         mesh = build_mesh(made.layout, self.device.type)
+        share_values(subject.model, self.ranks)
 
         def make(parameters: FlatParameters) -> OwnOptimizer:
             return OwnOptimizer(labels, parameters, elementwise)
 
         engine = parallelize(
-            model,
+            subject.model,
             plan=made,
             mesh=mesh,
-            table=table,
+            table=subject.table,
             optimizer=OptimizerConfig(no_decay=[]),
             device=self.device,
             loss_scale=loss_scale,
+            batch_norm=batch_norm,
             dtype=dtype,
-            label=lambda parameter: label[id(parameter)],
+            label=subject.label,
             make_optimizer=make,
         )
-        self.notes += engine.notes
-        own = engine.optimizer
-        assert isinstance(own, OwnOptimizer)  # `make` made it
-        cast = cast_of(self.device.type, made.precision)
-        if made.precision in ("bf16", "fp16"):
-            forward_under(model, cast)
+        own_rows = made.micro_batch if isinstance(plan, Plan) or "micro_batch" in keys_of(plan) else micro_batch
+        training = training_of(subject, engine, made, self.ranks, split, own_rows, accumulate)
+        training.clip, training.stop = clip, on_nonfinite == "stop"
+        training.optimizers = tuple(ParallelOptimizer(each, training, number) for number, each in enumerate(optimizers))
+        self.notes += [*subject.notes, *engine.notes]
         place, ways = data_rank(mesh)
         dealt = [
             UserLoader(each, ranks=self.ranks, place=place, ways=ways, mode=batch, seed=self.seed, split=split)
             for each in listed(loader, object)
         ]
-        self._loaders += dealt
-        rows = made.micro_batch if isinstance(plan, Plan) or "micro_batch" in keys_of(plan) else micro_batch
-        training = Training(model, engine, own, self.ranks, cast=cast, split=split, rows_at_once=rows, accumulate=accumulate)
         training.loader = dealt[0] if dealt else None
-        training.clip, training.stop = clip, on_nonfinite == "stop"
-        training.optimizers = tuple(ParallelOptimizer(each, training, number) for number, each in enumerate(optimizers))
+        self._loaders += dealt
+        self._add(training)
+        if isinstance(subject.given, AdoptedModule):
+            subject.given.lay_out(engine, (place, ways), self.rank)
+        return subject.given, as_given(optimizer, training.optimizers), as_given(loader, dealt)
+
+    def _add(self, training: Training) -> None:
         self._trainings.append(training)
         for each in self._trainings:
             each.alone = len(self._trainings) == 1
-        return model, as_given(optimizer, training.optimizers), as_given(loader, dealt)
+
+    def check(self, batch: Any, call: Callable[[Any, Any], Any], *, model: nn.Module | None = None) -> list[Finding]:
+        """What is wrong with how the model treats a batch: whether the result for a row depends on other rows, so that it would
+        depend on the layout, and where numbers stop being finite; each with the module. Empty where nothing is.
+
+        call(model, batch): a `loss_fn`, or anything that gives logits. Nothing is trained, and buffers are put back. It takes
+        five forwards, and four more where rows mix. Every rank must call it; the findings are those of all ranks.
+        """
+        return findings_of(self._trained(model), batch, call)
 
     # ---- training
 
@@ -259,13 +272,27 @@ class Run:
     # ---- weights, saving, loading
 
     def state_dict(self, model: nn.Module | None = None) -> dict[str, torch.Tensor]:
-        """The whole weights as one device would have them, in full precision on the CPU: a copy. Every rank must call it."""
+        """The whole weights as one device would have them, by the names of your module, in full precision on the CPU: a copy.
+        Every rank must call it."""
         training = self._trained(model)
+        if isinstance(training.model, AdoptedModule):
+            return original_state(training.model.adopted, training.engine)
+        if training.members is not None:
+            return {name: value.cpu() for name, value in whole_weights(training.engine)}
         with training.engine.masters() as whole:
             return {name: value.detach().cpu().clone() for name, value in whole.state_dict().items()}
 
+    def give_back(self, model: nn.Module | None = None) -> nn.Module:
+        """Your module with the trained weights, where tp, pp or cp put another one in its place. Every rank must call it."""
+        training = self._trained(model)
+        if not isinstance(training.model, AdoptedModule):
+            what = "is what was trained, under the layout that it has now"
+            raise ConfigError(findings=[Finding("model", what, "Its whole weights are run.state_dict()")])
+        give_back(training.model.adopted, training.engine)
+        return training.model.adopted.origin
+
     def _trained(self, model: nn.Module | None) -> Training:
-        found = [each for each in self._trainings if model is None or each.model is model]
+        found = [each for each in self._trainings if model is None or any(model is one for one in each.known_as)]
         if len(found) != 1:
             what = "there is none" if not self._trainings else "say which: it is none, or one of several"
             raise ConfigError(findings=[Finding("model", what, "Call run.parallelize first, and name its model")])

@@ -18,11 +18,14 @@ from meshwright.distributed.world import Ranks
 from meshwright.errors import ConfigError, Finding, MeshwrightError, NumericsError
 from meshwright.parallel.engine import Engine, StepInfo
 from meshwright.parallel.own_optimizer import OwnOptimizer
+from meshwright.runtime.adopted import AdoptedModule
 from meshwright.runtime.batches import Split, rows_of, split_rows
+from meshwright.runtime.given_optimizer import ParallelOptimizer
 from meshwright.runtime.losses import Window, terms_of, weights_of
+from meshwright.runtime.pipelined import even_parts, guess_weight, tell
 from meshwright.runtime.user_loader import Share, UserLoader
 
-__all__ = ["Cast", "ParallelOptimizer", "StepResult", "Training"]
+__all__ = ["Cast", "StepResult", "Training"]
 
 Cast = Callable[[], AbstractContextManager[object]]
 """The context in which a module computes: autocast, or nothing."""
@@ -69,7 +72,7 @@ class _Open:
 class Training:
     """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts.
     accumulate: micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by definition. stop:
-    raise where a loss or gradient is not finite.
+    raise where a loss or gradient is not finite. members: parameters of each optimizer, where they are others than it holds.
     """
 
     model: nn.Module
@@ -93,18 +96,28 @@ class Training:
     _guess: float | None = None
     _doubt: tuple[int, torch.Tensor] | None = None
     _members: list[list[torch.Tensor]] = field(default_factory=list)
+    members: list[list[torch.Tensor]] | None = None
     alone: bool = True
     """Whether no other module is under training in the run: then backward may go wherever the loss leads."""
 
     def __post_init__(self) -> None:
-        self._members = [
+        self._members = self.members or [
             [p for g in o.param_groups for p in g["params"] if p.requires_grad] for o in self.own.labels.optimizers
         ]
 
     @property
+    def known_as(self) -> tuple[nn.Module, ...]:
+        """What a script may have in hand for the model."""
+        return (self.model, self.model.adopted.origin) if isinstance(self.model, AdoptedModule) else (self.model,)
+
+    @property
     def counts(self) -> bool:
-        """Whether this rank's rows count: ranks with parts of one model have the same."""
-        return all(group.rank() == 0 for group in self.engine.axes.model.values())
+        """Whether this rank's rows count: ranks with parts of one model, or other positions, have the same."""
+        return all(group.rank() == 0 for group in self.engine.axes.same_rows)
+
+    @property
+    def pipelined(self) -> bool:
+        return "pp" in self.engine.axes.model
 
     @property
     def ready(self) -> bool:
@@ -119,8 +132,10 @@ class Training:
         self.engine.zero()
         guess = self.weight if self.weight is not None else self._guess
         device = self.engine.parameters.groups[0].device
-        window = Window(self.ranks, device, self.counts, guess, planned or self.accumulate, known)
+        window = Window(self.ranks, device, self.counts, guess, planned or self.accumulate, known, alone=self.pipelined)
         self._open = _Open(window)
+        if isinstance(self.model, AdoptedModule):
+            self.model.begin(self.steps)
 
     # ---- a whole step
 
@@ -136,23 +151,35 @@ class Training:
         self._choose(active)
         self.begin(planned=len(micro), known=known)
         window = self._window.window
+        if self.pipelined and known is None and window.guess is None:
+            guess_weight(window, batch, all(empty for _, empty in micro))
 
         def forward(model: nn.Module, i: int) -> _Parts:
             part, empty = micro[i]
-            with self.cast():
-                output = loss_fn(model, part)
+            with self.cast(), self._called(model, i) as called:
+                output = loss_fn(called, part)
             weight = weights[i] if weight_fn is not None and not empty else (0.0 if weight_fn is not None else None)
             return _Parts(window.add(terms_of(output, weight), empty=empty, rows=rows_of(part)))
 
         self.engine.run(len(micro), forward, self.engine.loss_scale, lambda i, parts: None)
+        if self.pipelined:
+            tell(window, self.engine)
         self._window.last = True
         self._window.done = len(micro)
         return self.update(self.clip)
+
+    def _called(self, model: nn.Module, micro: int) -> AbstractContextManager[nn.Module]:
+        """What the user's function is given for the model that the engine runs."""
+        if isinstance(self.model, AdoptedModule):
+            return self.model.through(model, self.steps, micro)
+        return nullcontext(model)
 
     def _micro_batches(self, batch: Any) -> list[tuple[Any, bool]]:
         """(batch, whether it stands in for no rows), the same number on every rank."""
         empty = self.loader is not None and self.loader.stands_in(batch)
         count = self.accumulate
+        if self.pipelined:
+            return even_parts(batch, empty, self.rows_at_once, count, self.split, self.ranks)
         if self.rows_at_once is not None:
             rows = rows_of(batch)
             if rows is None:
@@ -182,6 +209,10 @@ class Training:
         every = tuple(range(len(self.own.labels.optimizers)))
         self.own.active = tuple(active)
         whole = self.own.active == every and self.alone
+        if self.pipelined and not whole:
+            fix = "Step all optimizers together, or use pp: 1"
+            what = "trains one module, all of it in each step"
+            raise ConfigError(findings=[Finding("plan.layout.pp", f"a pipeline {what}", fix)])
         self.engine.reach = None if whole else [p for number in active for p in self._members[number]]
 
     @property
@@ -195,7 +226,7 @@ class Training:
     @contextmanager
     def micro_batch(self, last: bool | None, active: Sequence[int]) -> Iterator[None]:
         """Around forward and backward of one micro-batch; `last`: of the step."""
-        if self.engine.axes.model.get("pp") is not None:
+        if self.pipelined:
             fix = "Use run.step(batch, loss_fn)"
             raise ConfigError(findings=[Finding("plan.layout.pp", "a pipeline runs the micro-batches of a step itself", fix)])
         self._choose(active)
@@ -206,7 +237,7 @@ class Training:
         state.inside, before = True, state.done
         state.ends = self.due() if last is None else last
         try:
-            with self.cast():
+            with self.cast(), self._called(self.engine.model, state.done):
                 yield
         finally:
             state.inside = False
@@ -291,6 +322,8 @@ class Training:
 
     def _losses(self, window: Window, weights: dict[str, float]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         sums = window.sums()
+        if self.engine.axes.context is not None and self.engine.axes.context.rank():
+            sums.zero_()  # the same rows, which the first of them counts
         if (pipeline := self.engine.axes.model.get("pp")) is not None:
             dist.all_reduce(sums, group=pipeline)
         if self.engine.axes.data is not None:
@@ -322,51 +355,3 @@ class Training:
         value = "" if loss is None else f" (loss {float(loss):g})"
         where = "" if name is None else f"; the first parameter whose gradient is not finite is {name}"
         raise NumericsError(f"step {step}: loss or gradients are not finite{value}{where}. Nothing was updated")
-
-
-class ParallelOptimizer(torch.optim.Optimizer):
-    """What a script has in place of its optimizer. It shares the `param_groups` of it: schedulers and scripts that change a
-    learning rate there, in either of the two, change that of the next update.
-
-    `step()` ends the step of the run as `run.update()` does; with several optimizers, that of the last one. `state_dict()`
-    has the settings and the number of steps; moments lie in pieces on the ranks, and are saved by `run.save`.
-    `load_state_dict` takes that, or the state of a torch optimizer on one device with its moments.
-    """
-
-    def __init__(self, original: torch.optim.Optimizer, training: Training, number: int):
-        self._training, self._number = training, number
-        super().__init__(original.param_groups, original.defaults)
-
-    def step(self, closure: Any = None) -> Any:
-        if closure is not None:
-            raise ConfigError(findings=[Finding("optimizer.step", "takes no closure", "Use run.step(batch, loss_fn)")])
-        return self._training.step_of(self._number)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: a step begins without gradients, and its micro-batches add up until the update."""
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if self._training.optimizers:
-            what = "cannot take another group of parameters: the memory for the model is laid out"
-            raise ConfigError(findings=[Finding("optimizer", what, "Add it before run.parallelize")])
-        super().add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        groups = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in self.param_groups]
-        return {"step": self._training.own.state()["steps"][self._number], "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            what = f"has {len(groups)} groups, this optimizer {len(self.param_groups)}"
-            raise ConfigError(findings=[Finding("optimizer state", what)])
-        for mine, theirs in zip(self.param_groups, groups, strict=True):
-            mine.update({k: v for k, v in theirs.items() if k not in ("params", "param_names")})
-        own = self._training.own
-        if "state" not in state_dict:
-            own.set_steps(self._number, int(state_dict.get("step", 0)))
-            return
-        order = [number for group in groups for number in group["params"]]
-        mine_all = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        known = {key: state_dict["state"].get(number) for key, number in zip(mine_all, order, strict=True)}
-        own.take(self._number, lambda parameter: known.get(id(parameter)))

@@ -17,7 +17,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, check_keys, read_plan
 from meshwright.spec.plan_rules import refused
 
-__all__ = ["STRATEGIES", "Given", "precision_of", "resolve_plan"]
+__all__ = ["STRATEGIES", "Given", "precision_of", "resolve_plan", "splits"]
 
 STRATEGIES = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3}
 """Names for `plan=`: the ZeRO stage over all ranks. On one rank each of them is plain training."""
@@ -38,6 +38,11 @@ def precision_of(model: nn.Module) -> str:
         fix = "Give precision=, or convert the model to one of them"
         raise LayoutError(findings=[Finding("model", f"its trainable parameters are {shown}", fix)])
     return _PRECISIONS.get(found.pop() if found else torch.float32, "fp32")
+
+
+def splits(plan: Plan) -> bool:
+    """Whether ranks have parts of the model or of its rows, so that it has to be one of ours."""
+    return plan.layout.tp * plan.layout.pp * plan.layout.cp > 1
 
 
 def resolve_plan(

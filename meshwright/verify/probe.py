@@ -18,6 +18,8 @@ __all__ = ["first_nonfinite", "mixes_rows"]
 
 Call = Callable[[nn.Module, Any], Any]
 """(model, batch) to logits, a loss, or anything with tensors in it."""
+Agree = Callable[[bool], bool]
+"""Whether it is so on any rank."""
 TARGETS = frozenset(
     {"label", "labels", "target", "targets", "y", "attention_mask", "documents", "cu_seqlens", "positions", "position_ids"}
     | {"samples", "select", "lengths", "length", "weight", "weights", "mask"}
@@ -28,7 +30,7 @@ ROUNDINGS = 4096
 
 
 @torch.no_grad()
-def mixes_rows(model: nn.Module, batch: Any, call: Call) -> Finding | None:
+def mixes_rows(model: nn.Module, batch: Any, call: Call, agree: Agree = bool) -> Finding | None:
     """Whether what `call(model, batch)` gives depends on two rows of the batch together, and what in the model makes it so.
 
     Two rows are replaced by others in turn: f(a', b') - f(a', b) - f(a, b') + f(a, b) is zero for whatever is row by row, and
@@ -36,13 +38,14 @@ def mixes_rows(model: nn.Module, batch: Any, call: Call) -> Finding | None:
     rows come first in its tensors. The model is run as it is, in training or evaluation, with the same random numbers each
     time, without gradients, and its buffers are what they were. None where rows do not mix, and with fewer than two of them.
 
-    Call it before `parallelize`. It takes four forwards, and four more, whose intermediate results are kept, where rows mix.
+    It takes four forwards, and four more, whose intermediate results are kept, where rows mix. agree: of several ranks whose
+    forwards exchange something; all of them then go on where one does. Without it call it before `parallelize`.
     """
     four = _four(batch)
-    if four is None:
+    if agree(four is None) or four is None:
         return None
     with _unchanged(model):
-        if not _interact([_flat(value) for value in _runs(model, four, call)]):
+        if not agree(_interact([_flat(value) for value in _runs(model, four, call)])):
             return None
         return _finding(model, _culprit(model, four, call))
 
@@ -208,15 +211,15 @@ def _changed(tensor: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def first_nonfinite(model: nn.Module, batch: Any, call: Call) -> Finding | None:
+def first_nonfinite(model: nn.Module, batch: Any, call: Call, agree: Agree = bool) -> Finding | None:
     """Where the first number that is not finite comes from: a parameter or buffer, an input, or the first module whose
     output has one. None where all outputs are finite. Runs the model once; under ZeRO-3 every rank must call it.
+
+    agree: of several ranks whose forwards exchange something; none then runs it where one has found a parameter or an input.
     """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.untyped_storage().nbytes() and not _finite(tensor):
-            return Finding(name, "holds numbers that are not finite", "They came from an update or a checkpoint")
-    if not all(map(_finite, tensors_in(_inputs(batch)))):
-        return Finding("batch", "holds numbers that are not finite", "Look at the data")
+    found = _nonfinite_given(model, batch)
+    if agree(found is not None):
+        return found
     bad: list[str] = []
 
     def look(name: str, output: Any) -> None:
@@ -236,6 +239,15 @@ def first_nonfinite(model: nn.Module, batch: Any, call: Call) -> Finding | None:
         return Finding(where, "is the first module whose output is not finite, from finite inputs and weights")
     if not all(map(_finite, tensors_in(result))):
         return Finding("loss", "is not finite, and every module's output is", "Look at what is computed behind the model")
+    return None
+
+
+def _nonfinite_given(model: nn.Module, batch: Any) -> Finding | None:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.untyped_storage().nbytes() and not _finite(tensor):
+            return Finding(name, "holds numbers that are not finite", "They came from an update or a checkpoint")
+    if not all(map(_finite, tensors_in(_inputs(batch)))):
+        return Finding("batch", "holds numbers that are not finite", "Look at the data")
     return None
 
 

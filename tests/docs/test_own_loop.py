@@ -58,7 +58,7 @@ def test_every_command_runs(ranks, command: str):
     toy = TOYS[Path(argv[0]).name].split()
     if "--deepspeed_config" in argv:
         toy = toy[:-2]  # the batch is that of the config
-    world = 1 if words[0] == "python" else 2
+    world = 1 if words[0] == "python" else 4 if "tp" in command else 2
     said = ranks(world).run(in_rank, [*argv, *toy], timeout=120)[0]
     assert re.search(r"loss", said), said
 
@@ -81,6 +81,13 @@ def test_the_transformer_has_the_losses_of_one_device(ranks, plan: str):
     argv = [str(ROOT / "examples/simple_transformer.py"), *TOYS["simple_transformer.py"].split(), "--precision", "fp64"]
     one = losses(ranks(1).run(in_rank, argv)[0])
     assert len(one) == 2 and one == losses(ranks(2).run(in_rank, [*argv, "--plan", plan, "--micro-batch", "1"])[0])
+
+
+def test_the_transformer_split_by_layers_and_matrices_has_the_losses_of_one_device(ranks):
+    argv = [str(ROOT / "examples/simple_transformer.py"), *TOYS["simple_transformer.py"].split(), "--precision", "fp64"]
+    one = losses(ranks(1).run(in_rank, argv)[0])
+    split = [*argv, "--plan", '{"layout": {"pp": 2, "tp": 2}}', "--micro-batch", "2"]
+    assert len(one) == 2 and one == losses(ranks(4).run(in_rank, split)[0])
 
 
 def test_the_diff_is_that_of_the_two_files():
@@ -118,5 +125,5 @@ def run_blocks(sources: list[str], folder: str) -> int:
 
 def test_the_python_blocks_run(ranks, tmp_path: Path):
     sources = [block.text for block in blocks(PAGE, "python")]
-    assert len(sources) == 4
+    assert len(sources) == 5
     assert ranks(1).run(run_blocks, sources, str(tmp_path)) == [2]

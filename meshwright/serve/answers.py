@@ -108,9 +108,8 @@ class Answers:
 
     async def gather(self, generation: Generation) -> None:
         """Wait for all of them."""
-        async with generation:
-            async for index, output in generation:
-                self.answers[index].take(output)
+        async for index, output in generation:
+            self.answers[index].take(output)
 
     def usage(self) -> Usage:
         prompt, made = sum(map(len, self.prompts)), sum(answer.tokens for answer in self.answers)

@@ -86,7 +86,7 @@ class Routes:
         if model is not None and model != self.model:
             raise ApiError(404, f"there is no model {model[:80]!r}; {self.model} is served", code="model_not_found", param="model")
         if task not in self.tasks:
-            what = f"{self.model} does {', '.join(sorted(self.tasks))}, not {task}"
+            what = f"the model {self.model} does {', '.join(sorted(self.tasks))}, not {task}"
             raise ApiError(400, what, code="unsupported_task", param="model")
 
     async def made(self, size: int, make: Callable[[], Any]) -> Any:
@@ -131,7 +131,8 @@ class Routes:
         generation = self.service.submit(made.requests(params))
         if body.stream:
             return self.stream(made, generation)
-        await until_gone(request, made.gather(generation))
+        async with generation:
+            await until_gone(request, made.gather(generation))
         return JSONResponse(dumped(made.whole(n)))
 
     def texts(self, given: Any) -> list[str]:
@@ -160,7 +161,8 @@ class Routes:
         generation = self.service.submit(made.requests(params))
         if body.stream:
             return self.stream(made, generation)
-        await until_gone(request, made.gather(generation))
+        async with generation:
+            await until_gone(request, made.gather(generation))
         return JSONResponse(dumped(made.whole()))
 
     def message(self, message: Any) -> dict[str, str]:
@@ -188,11 +190,11 @@ class Routes:
         values: list[Any] = [None] * len(works)
 
         async def gather(generation: Generation) -> None:
-            async with generation:
-                async for index, output in generation:
-                    values[index] = output.value
+            async for index, output in generation:
+                values[index] = output.value
 
-        await until_gone(request, gather(self.service.submit(works)))
+        async with self.service.submit(works) as generation:
+            await until_gone(request, gather(generation))
         return values, ids
 
     def framed(self, given: Any) -> list[int]:

@@ -109,9 +109,9 @@ class FakeEngine:
             finish = "length"
         if finish is not None:
             del self.under[request.id]
-        token = 100 + under.at
+        token = self.tokenizer.encode(text or "?")[0]
         tops = request.params.logprobs
-        value = -0.5 / (1 + len(self.seen) - 1 - self.seen.index(request))  # later requests are likelier
+        value = -0.5 / (1 + self.seen.index(request))  # later requests are likelier
         logprobs = None if tops is None else [Logprob(token, value, tuple((token + i, value - i) for i in range(tops)))]
         return Output(request.id, [token], text, finish, logprobs)
 

@@ -6,7 +6,6 @@ Shapes: B rows of a batch, S positions of its longest, D width, K masks of a row
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,37 +16,15 @@ from meshwright.data.loader import boundaries
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import Finding, UserError
 from meshwright.models.trunk import Trunk
+from meshwright.serve.encoder_work import EncoderOutput, EncoderWork
 
-__all__ = ["EncoderEngine", "EncoderOutput", "EncoderWork"]
+__all__ = ["EncoderEngine"]
 
 TASKS = {"mlm": frozenset({"embed", "fill-mask"}), "classify": frozenset({"embed", "classify"})}
 """What a model with this head answers."""
 
 PADDED = 1.25
 """A batch holds rows of at most so many times the length of its shortest: the rest would be padding."""
-
-
-@dataclass(frozen=True)
-class EncoderWork:
-    """A row to run. kind: "embed", "classify" or "fill-mask". top: candidates a mask. tokens: with [cls] and [sep]."""
-
-    id: str
-    tokens: tuple[int, ...]
-    kind: str
-    top: int = 5
-
-
-@dataclass(frozen=True)
-class EncoderOutput:
-    """value: of embed the unit vector; of classify the probability of each class; of fill-mask for each mask a list of
-    (token, probability), the likeliest first."""
-
-    id: str
-    value: Any
-    tokens: tuple[int, ...] = ()
-    text: str = ""
-    finish: str | None = "stop"
-    logprobs: None = None
 
 
 class EncoderEngine:

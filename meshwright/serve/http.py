@@ -21,7 +21,7 @@ from meshwright.data.tokenize import Form
 from meshwright.errors import MeshwrightError
 from meshwright.serve import page
 from meshwright.serve.answers import Answers, ChatAnswers, CompletionAnswers, sampling
-from meshwright.serve.encoder import EncoderWork
+from meshwright.serve.encoder_work import EncoderWork
 from meshwright.serve.faults import ApiError, from_engine, from_validation, mask_missing, response_of
 from meshwright.serve.gate import Gate, Keys
 from meshwright.serve.metrics import CONTENT_TYPE

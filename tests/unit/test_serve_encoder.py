@@ -14,7 +14,8 @@ import torch
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import UserError
 from meshwright.models import build, initialize
-from meshwright.serve.encoder import EncoderEngine, EncoderWork
+from meshwright.serve.encoder import EncoderEngine
+from meshwright.serve.encoder_work import EncoderWork
 from tests.unit.serve_fakes import byte_tokenizer, served
 
 

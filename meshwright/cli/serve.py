@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
 EXAMPLE = "Example: meshwright serve runs/quickstart --port 8000"
 
 
@@ -33,7 +34,15 @@ def register(app: typer.Typer) -> None:
         stall: float = typer.Option(60.0, min=1.0, help="Seconds of a step after which /ready says no."),
     ) -> int:
         """Answer OpenAI-shaped requests, and a page at / to try the model in a browser. SIGTERM finishes what is under way."""
-        from meshwright.runtime.serving import ServeCommand
+        import importlib.util
+
+        from meshwright.errors import DeviceError, Finding
+
+        missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+        if missing:
+            what = f"needs {', '.join(missing)}"
+            raise DeviceError(findings=[Finding("serve", what, "Install them with: pip install 'meshwright[serve]'")])
+        from meshwright.serve.command import ServeCommand
         from meshwright.serve.http import Limits
         from meshwright.serve.server import ServerOptions
 

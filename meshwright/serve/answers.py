@@ -37,8 +37,17 @@ from meshwright.serve.stream import DONE, event
 
 __all__ = ["Answer", "ChatAnswers", "CompletionAnswers", "sampling"]
 
-SAME = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "ignore_eos")
-SAME += ("presence_penalty", "frequency_penalty", "repetition_penalty")
+SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "min_tokens",
+    "ignore_eos",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
 """Fields of a request that SamplingParams calls the same."""
 
 
@@ -173,7 +182,7 @@ class CompletionAnswers(Answers):
 
     def whole(self, n: int) -> Completion:
         """Of all answers to a prompt the `n` of the largest mean log-probability, where there are more."""
-        choices = []
+        choices: list[CompletionChoice] = []
         for prompt in range(len(self.prompts)):
             answers = self.answers[prompt * self.each : (prompt + 1) * self.each]
             if n < self.each:
@@ -181,15 +190,11 @@ class CompletionAnswers(Answers):
             for answer in answers:
                 text = answer.text if self.echo is None else self.echo[prompt] + answer.text
                 logprobs = None if self.tops is None else self._logprobs(answer, answer.logprobs)
-                choices.append(
-                    CompletionChoice(index=len(choices), text=text, finish_reason=answer.reason, logprobs=logprobs)
-                )
+                choices.append(CompletionChoice(index=len(choices), text=text, finish_reason=answer.reason, logprobs=logprobs))
         return Completion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | None = None) -> bytes:
-        chunk = Completion(
-            id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices
-        )
+        chunk = Completion(id=self.id, object="text_completion", created=self.created, model=self.model, choices=choices)
         if self.usage_wanted:
             chunk.usage = usage
         return event(chunk)
@@ -200,7 +205,9 @@ class CompletionAnswers(Answers):
         for name in names:
             offsets.append(answer.offset)
             answer.offset += len(name)
-        tops = [{self.token(token): value for token, value in entry.top[: self.tops]} for entry in entries] if self.tops else None
+        tops = (
+            [{self.token(token): value for token, value in entry.top[: self.tops]} for entry in entries] if self.tops else None
+        )
         values = [entry.logprob for entry in entries]
         return CompletionLogprobs(tokens=names, token_logprobs=values, top_logprobs=tops, text_offset=offsets)
 
@@ -242,9 +249,7 @@ class ChatAnswers(Answers):
         return ChatCompletion(id=self.id, created=self.created, model=self.model, choices=choices, usage=self.usage())
 
     def _event(self, choices: list[ChunkChoice], usage: Usage | None = None) -> bytes:
-        chunk = ChatChunk(
-            id=self.id, object="chat.completion.chunk", created=self.created, model=self.model, choices=choices
-        )
+        chunk = ChatChunk(id=self.id, object="chat.completion.chunk", created=self.created, model=self.model, choices=choices)
         if self.usage_wanted:
             chunk.usage = usage
         return event(chunk)

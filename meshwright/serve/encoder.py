@@ -48,7 +48,8 @@ class EncoderEngine:
         max_rows: int = 64,
     ):
         if task not in TASKS or not isinstance(model, Trunk):
-            raise UserError(findings=[Finding(model_name, f"has the head {task!r}", "An encoder with mlm or classify is served")])
+            fix = "An encoder with mlm or classify is served"
+            raise UserError(findings=[Finding(model_name, f"has the head {task!r}", fix)])
         self.model, self.tokenizer, self.task, self.model_name = model.eval(), tokenizer, task, model_name
         self.tasks, self.max_len = TASKS[task], model.max_len
         self.batch_tokens, self.max_rows = batch_tokens, max_rows

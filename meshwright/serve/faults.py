@@ -9,8 +9,8 @@ from typing import Any
 from fastapi.responses import JSONResponse
 
 from meshwright.errors import MeshwrightError, UserError
+from meshwright.serve.contract import Busy, NotReady
 from meshwright.serve.protocol import SHAPES, UNSUPPORTED, ErrorBody, ErrorDetail, dumped
-from meshwright.serve.service import Busy, NotReady
 
 __all__ = ["ApiError", "from_engine", "from_validation", "mask_missing", "response_of"]
 

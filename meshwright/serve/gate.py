@@ -45,7 +45,8 @@ class Keys:
         elif kind.lower() != b"bearer":
             return False
         digest = hashlib.sha256(given).digest()
-        return any([hmac.compare_digest(digest, known) for known in self._digests])  # all of them: no early end
+        right = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them: no early end
+        return any(right)
 
 
 def read_keys(file: str | Path | None, environment: Mapping[str, str] = os.environ) -> Keys | None:

@@ -84,10 +84,16 @@ class Routes:
     def check(self, model: str | None, task: str) -> None:
         """Raises ApiError for another model, and for what this one does not do."""
         if model is not None and model != self.model:
-            raise ApiError(404, f"there is no model {model[:80]!r}; {self.model} is served", code="model_not_found", param="model")
+            raise ApiError(
+                404, f"there is no model {model[:80]!r}; {self.model} is served", code="model_not_found", param="model"
+            )
         if task not in self.tasks:
             what = f"the model {self.model} does {', '.join(sorted(self.tasks))}, not {task}"
             raise ApiError(400, what, code="unsupported_task", param="model")
+
+    def unknown(self, model: str) -> ApiError:
+        what = f"there is no model {model[:80]!r}; {self.model} is served"
+        return ApiError(404, what, code="model_not_found", param="model")
 
     async def made(self, size: int, make: Callable[[], Any]) -> Any:
         """What `make` gives; long texts are encoded in a thread."""
@@ -122,7 +128,7 @@ class Routes:
             raise ApiError(400, what, code="invalid_value", param="best_of")
         if body.echo and body.logprobs is not None:
             raise ApiError(400, "echo has no log-probabilities: leave one of them out", code="invalid_value", param="echo")
-        size = len(body.prompt) if isinstance(body.prompt, str) else sum(map(len, body.prompt)) if _nested(body.prompt) else 0
+        size = _characters(body.prompt)
         ids = await self.made(size, lambda: self.prompts.of(body.prompt))
         wanted = 0 if body.logprobs is None and each > n else body.logprobs
         params = self.settings(body, ids, each, body.max_tokens or 16, wanted)
@@ -181,7 +187,7 @@ class Routes:
         def encoded() -> list[list[int]]:
             return [self.framed(one) for one in given]
 
-        ids = await self.made(sum(map(len, given)), encoded)
+        ids = await self.made(_characters(given), encoded)
         if kind == "fill-mask" and self.tokenizer.mask not in ids[0]:
             name = None if self.tokenizer.mask is None else self.tokenizer.token(self.tokenizer.mask)
             raise mask_missing(name)
@@ -238,7 +244,7 @@ class Routes:
         (found,), (ids,) = await self.rows(request, text, "fill-mask", body.top_k or 5)
         places = [at for at, token in enumerate(ids) if token == self.tokenizer.mask]
         inner = slice(len(self.form.prefix), len(ids) - len(self.form.suffix))
-        data = []
+        data: list[list[Candidate]] = []
         for place, candidates in zip(places, found, strict=True):
             data.append([])
             for token, score in candidates:
@@ -267,7 +273,9 @@ class Routes:
 
     async def one_model(self, model: str) -> Response:
         if model != self.model:
-            raise ApiError(404, f"there is no model {model[:80]!r}; {self.model} is served", code="model_not_found", param="model")
+            raise ApiError(
+                404, f"there is no model {model[:80]!r}; {self.model} is served", code="model_not_found", param="model"
+            )
         return JSONResponse(dumped(self.card()))
 
     async def health(self) -> Response:
@@ -308,14 +316,13 @@ def create_app(service: Service, *, keys: Keys | None = None, limits: Limits | N
     _get(app, "/", routes.page, answers(None, body=False, other="text/html"))
     _handlers(app)
     describe(app, keyed=keys is not None)
-    app.add_middleware(
-        Gate, keys=keys, max_body=limits.max_body, body_s=limits.body_s, metrics=service.metrics
-    )
+    app.add_middleware(Gate, keys=keys, max_body=limits.max_body, body_s=limits.body_s, metrics=service.metrics)
     return app
 
 
-def _nested(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and not isinstance(prompt[0], int)
+def _characters(given: Any) -> int:
+    """Of the texts in it."""
+    return len(given) if isinstance(given, str) else sum(len(one) for one in given if isinstance(one, str))
 
 
 def _post(app: FastAPI, path: str, handler: Callable[..., Any], responses: Any, **more: Any) -> None:

@@ -22,7 +22,7 @@ class Metrics:
     running                  requests that have had one and are not finished
     kv_used                  share of the KV cache that is in use, 0 to 1 (what `engine.stats()` says)
     first_token              from arrival to the first output of a request
-    token                    mean time between the tokens after the first, of a request that had two or more: (last - first) / (n - 1)
+    token                    of a request with n >= 2 tokens, the mean time of those after the first: (last - first) / (n - 1)
     request                  from arrival to the last output
     """
 

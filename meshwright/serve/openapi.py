@@ -27,7 +27,12 @@ TEXTS = {
 
 
 def answers(
-    model: type[BaseModel] | None, *, stream: str | None = None, body: bool = True, missing: bool = False, other: str | None = None
+    model: type[BaseModel] | None,
+    *,
+    stream: str | None = None,
+    body: bool = True,
+    missing: bool = False,
+    other: str | None = None,
 ) -> dict[int | str, dict[str, Any]]:
     """FastAPI's `responses` of a route. model: of a success. stream, other: media types beside, and in place of, JSON.
     body: the route takes a request body and asks the engine. missing: it names a model in its path."""

@@ -36,8 +36,8 @@ def _raise(message: str) -> str:
     raise jinja2.TemplateError(message)
 
 
-def _json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
 
 
 class ChatTemplate:
@@ -59,7 +59,9 @@ class ChatTemplate:
             raise DataError(f"the chat template does not parse: line {error.lineno}: {error.message}") from None
         self._special = dict(special)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, open_turn: bool = True, more: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, open_turn: bool = True, more: Mapping[str, Any] | None = None
+    ) -> str:
         """Text of the conversation. open_turn: the template begins the assistant's answer. Raises ApiError (400) with what
         the template says against the messages."""
         try:
@@ -88,7 +90,7 @@ class Prompts:
         if isinstance(given, str):
             return [self.text(given, param)]
         if isinstance(given[0], int):
-            return [self.ids(given, param)]
+            return [self.ids(list(given), param)]
         return [self.text(one, param) if isinstance(one, str) else self.ids(one, param) for one in given]
 
     def text(self, text: str, param: str = "prompt") -> list[int]:

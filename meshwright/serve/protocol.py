@@ -1,7 +1,7 @@
 """Requests and answers in the shape of OpenAI's API, and ours beside them.
 
-Types are strict (`"5"` and `true` are no numbers) and no field is ignored: one that is unknown, or known and not supported here, is
-an error that names it. A field that means "no, thank you" (`"tools": null`) is taken.
+Types are strict (`"5"` and `true` are no numbers) and no field is ignored: one that is unknown, or known and not supported here,
+is an error that names it. A field that means "no, thank you" (`"tools": null`) is taken.
 """
 
 from __future__ import annotations
@@ -78,14 +78,18 @@ class Sampling(Strict):
 
 
 class CompletionRequest(Sampling):
-    prompt: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | Annotated[
-        list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)
-    ]
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="Default 16.")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Alternatives beside each token.")
     echo: bool | None = Field(None, description="The prompt before the answer. Not together with logprobs.")
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(
-        None, description="Answers that are made, of which the n of the largest mean log-probability are given. Not in a stream."
+        None,
+        description="Answers that are made, of which the n of the largest mean log-probability are given. Not in a stream.",
     )
     suffix: None = None
     user: None = None
@@ -104,7 +108,9 @@ class Message(Strict):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="Default: what the context has left.")
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="Default: what the context has left."
+    )
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="The newer name of it.")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")
@@ -156,9 +162,12 @@ SHAPES = {
 
 class EmbeddingRequest(Strict):
     model: Text | None = None
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)] | Ids | Annotated[
-        list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)
-    ]
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: little-endian fp32. Default float.")
     dimensions: None = None
     user: None = None
@@ -171,7 +180,9 @@ class ClassifyRequest(Strict):
 
 class FillMaskRequest(Strict):
     model: Text | None = None
-    input: Text = Field(description="Text with the tokenizer's mask token in it, which /v1/models names; [MASK] means the same.")
+    input: Text = Field(
+        description="Text with the tokenizer's mask token in it, which /v1/models names; [MASK] means the same."
+    )
     top_k: Annotated[int, Field(ge=1, le=100)] | None = Field(None, description="Candidates for each mask. Default 5.")
 
 

@@ -14,9 +14,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from meshwright.errors import DeviceError, Finding
+from meshwright.serve.contract import Engine
 from meshwright.serve.gate import Keys
 from meshwright.serve.http import Limits, create_app
-from meshwright.serve.service import Engine, Service
+from meshwright.serve.service import Service
 
 __all__ = ["ServerOptions", "run_server"]
 
@@ -141,7 +142,8 @@ async def _serve(engine: Engine, options: ServerOptions, listener: socket.socket
     service.start()
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    say(f"ready: http://{shown}:{port}  model {engine.model_name}  {'with a key' if options.keys else 'open to all who reach it'}")
+    who = "with a key" if options.keys else "open to all who reach it"
+    say(f"ready: http://{shown}:{port}  model {engine.model_name}  {who}")
     try:
         await server.serve(sockets=[listener])
     finally:

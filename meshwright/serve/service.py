@@ -14,93 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import MeshwrightError, UserError
+from meshwright.serve.contract import Busy, Engine, NotReady, Work
 from meshwright.serve.metrics import Metrics
 
-__all__ = ["Busy", "Engine", "Generation", "NotReady", "Output", "Service", "Work"]
+__all__ = ["Generation", "Service"]
 
 PACE = 0.2
 """Weight of the newest interval in the running mean of the time between two requests' first outputs."""
 
 LONGEST_WAIT = 60
 """Largest Retry-After, seconds: an estimate over a longer time is worth nothing."""
-
-
-class Work(Protocol):
-    """What an engine is given: a request for text, or a row for an encoder."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-class Output(Protocol):
-    """What a step gave a request. tokens, text: new ones only. finish: why it ended, None while it goes on."""
-
-    @property
-    def id(self) -> str: ...
-
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def finish(self) -> str | None: ...
-
-    @property
-    def logprobs(self) -> Any: ...
-
-
-class Engine(Protocol):
-    """What a service drives. All methods are called from one thread.
-
-    add    takes a request; raises UserError for one that it cannot have
-    abort  forgets a request and frees what it held
-    step   one round of work; the outputs of the requests that moved
-    stats  figures after the last step: `kv_used`, the share of the KV cache in use
-    close  ends whatever runs for the engine
-    """
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def max_len(self) -> int: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def add(self, request: Any) -> None: ...
-
-    def abort(self, id: str) -> None: ...
-
-    def step(self) -> Sequence[Any]: ...
-
-    def stats(self) -> Mapping[str, float]: ...
-
-    def close(self) -> None: ...
-
-
-class Busy(MeshwrightError):
-    """The queue is full. retry_after: whole seconds after which it is worth trying again."""
-
-    def __init__(self, message: str, retry_after: int):
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class NotReady(MeshwrightError):
-    """The service takes no requests, or cannot finish the ones that it has: it stops, or its engine failed."""
 
 
 @dataclass
@@ -255,7 +181,7 @@ class Service:
         self._waiting_tokens += tokens
         self.metrics.prompt_tokens.inc(tokens)
         self._note()
-        self._order(*(lambda work=work: self._add(work) for work in works))  # type: ignore[misc]
+        self._order(*(lambda work=work: self._add(work) for work in works))
         return generation
 
     async def drain(self, deadline_s: float) -> int:

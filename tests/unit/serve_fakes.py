@@ -17,10 +17,11 @@ from fastapi import FastAPI
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import Finding, UserError
+from meshwright.serve.contract import Engine
 from meshwright.serve.gate import Keys
 from meshwright.serve.http import Limits, create_app
 from meshwright.serve.request import Logprob, Output, Request
-from meshwright.serve.service import Engine, Service
+from meshwright.serve.service import Service
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
@@ -63,7 +64,14 @@ class FakeEngine:
         running: int = 1000,
         fail: tuple[int, BaseException] | None = None,
     ):
-        self.reply, self.ends, self.max_len, self.step_s, self.fail, self.most = list(reply), ends, max_len, step_s, fail, running
+        self.reply, self.ends, self.max_len, self.step_s, self.fail, self.most = (
+            list(reply),
+            ends,
+            max_len,
+            step_s,
+            fail,
+            running,
+        )
         self.tokenizer, self.model_name = byte_tokenizer(template), "fake"
         self.under: dict[str, _Under] = {}
         self.seen: list[Request] = []

@@ -51,6 +51,7 @@ def test_a_key_is_asked_for_everywhere_but_of_health_and_ready():
 def test_bodies_are_bounded_in_size_time_and_kind():
     async def story() -> None:
         async with served(limits=Limits(max_body=2000, body_s=0.05)) as here:
+
             async def pieces(count: int, pause: float = 0.0):
                 for _ in range(count):
                     await asyncio.sleep(pause)
@@ -76,7 +77,13 @@ def test_keys_come_from_a_file_or_the_environment(tmp_path: Path):
     file.write_text("# ours\none\n\n two \n")
     keys = read_keys(file, {"MESHWRIGHT_API_KEY": "three"})
     assert keys is not None and "one" not in repr(vars(keys))
-    assert [keys.accept(f"Bearer {key}".encode()) for key in ("one", "two", "three", "# ours", "")] == [True, True, False, False, False]
+    assert [keys.accept(f"Bearer {key}".encode()) for key in ("one", "two", "three", "# ours", "")] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     keys = read_keys(None, {"MESHWRIGHT_API_KEY": "three\n"})
     assert keys is not None and keys.accept(b"Bearer three") and not keys.accept(None)
     assert read_keys(None, {}) is None

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 from typing import Any
 
 import pytest
 
-from meshwright.serve.gate import Keys
-from meshwright.serve.http import Limits
 from tests.unit.serve_fakes import FakeEngine, call, chunks, served
 
 
@@ -40,8 +37,8 @@ def test_a_completion_has_the_shape_of_openai():
 
 def test_every_setting_reaches_the_engine():
     given = {
-        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "min_tokens": 1, "ignore_eos": True, "presence_penalty": 0.25,
-        "frequency_penalty": -0.5, "repetition_penalty": 1.5, "seed": 3,
+        "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "min_tokens": 1, "ignore_eos": True,
+        "presence_penalty": 0.25, "frequency_penalty": -0.5, "repetition_penalty": 1.5, "seed": 3,
     }  # fmt: skip
 
     async def story() -> None:
@@ -53,7 +50,7 @@ def test_every_setting_reaches_the_engine():
             assert (first.stop, first.stop_ids, first.logit_bias, first.logprobs) == (("x",), (5,), {7: -100}, 2)
             assert first.max_tokens == 4 and (first.seed, second.seed) == (3, 4)
             assert here.engine.seen[0].tokens == (9, 8)
-            await here.post(COMPLETE, prompt="a", **{name: None for name in [*given, *more]})
+            await here.post(COMPLETE, prompt="a", **dict.fromkeys([*given, *more]))
             plain = here.engine.seen[-1].params
             assert plain.max_tokens == 16 and plain.temperature == 1.0 and plain.seed is None and plain.stop == ()
 
@@ -126,12 +123,17 @@ def test_a_stream_joins_to_the_whole_answer():
 def test_a_chat_is_rendered_once_and_streamed():
     async def story() -> None:
         async with served() as here:
-            messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+            messages = [
+                {"role": "developer", "content": "be brief"},
+                {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            ]
             body = (await here.post(CHAT, messages=messages, max_completion_tokens=5)).json()
             assert body["object"] == "chat.completion" and body["id"].startswith("chatcmpl-")
             assert body["choices"][0]["message"] == {"role": "assistant", "content": "abc"}
             tokens = here.engine.seen[0].tokens
-            assert tokens[0] == here.engine.tokenizer.bos and tokens.count(tokens[0]) == 1  # the template writes it, nobody else
+            assert (
+                tokens[0] == here.engine.tokenizer.bos and tokens.count(tokens[0]) == 1
+            )  # the template writes it, nobody else
             assert here.engine.tokenizer.decode(tokens) == "[system]be brief\n[user]hi\n[assistant]"
             parts = chunks((await here.post(CHAT, messages=HELLO, stream=True)).text)
             deltas = [part["choices"][0]["delta"] for part in parts[:-1]]
@@ -272,7 +274,9 @@ def test_prompt_and_answer_must_fit_the_context_exactly():
                 error = refused.json()["error"]
                 assert refused.status_code == 400 and error["code"] == "context_length_exceeded"
                 assert "64 tokens" in error["message"] and f"{prompt} tokens" in error["message"]
-            assert (await here.post(COMPLETE, prompt="x" * 63 + "y" * 10**6)).json()["error"]["code"] == "context_length_exceeded"
+            assert (await here.post(COMPLETE, prompt="x" * 63 + "y" * 10**6)).json()["error"][
+                "code"
+            ] == "context_length_exceeded"
             long = [{"role": "user", "content": "x" * 100}]
             assert (await here.post(CHAT, messages=long)).json()["error"]["param"] == "messages"
 
@@ -331,6 +335,7 @@ def test_a_client_that_leaves_a_stream_is_worked_for_no_more():
 
 def test_a_client_that_leaves_before_a_whole_answer_is_noticed():
     """Mutation tried: awaiting `gather` without `until_gone` never ends."""
+
     async def story() -> None:
         engine = FakeEngine(ends=False, max_len=10**7)
         async with served(engine) as here:

@@ -15,14 +15,19 @@ from meshwright.serve.faults import ApiError
 from meshwright.serve.prompts import ChatTemplate, Prompts
 from tests.unit.serve_fakes import TEMPLATE, byte_tokenizer
 
-MESSAGES = [{"role": "system", "content": " <b>&\n"}, {"role": "user", "content": "你好 \"x\""}, {"role": "assistant", "content": "y"}]
+MESSAGES = [
+    {"role": "system", "content": " <b>&\n"},
+    {"role": "user", "content": '你好 "x"'},
+    {"role": "assistant", "content": "y"},
+]
 TEMPLATES = {
     "plain": TEMPLATE,
-    "blocks": "{% for m in messages %}\n  {% if loop.first %}\n{{ bos_token }}\n  {% endif %}\n  {{- m.role }}: {{ m.content | trim }}\n"
+    "blocks": "{% for m in messages %}\n  {% if loop.first %}\n{{ bos_token }}\n  {% endif %}\n"
+    "  {{- m.role }}: {{ m.content | trim }}\n"
     "{% endfor %}\n{% if add_generation_prompt %}assistant:{% endif %}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}",
-    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}"
-    "{% endfor %}",
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}",
     "break": "{% for m in messages %}{% if m.role == 'user' %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
     "more": "{% if thinking is defined and thinking %}T{% endif %}{% if tools %}X{% endif %}{% if documents %}D{% endif %}"
     "{{ eos_token }}{{ absent }}",

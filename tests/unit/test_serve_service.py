@@ -9,9 +9,10 @@ import time
 import pytest
 
 from meshwright.errors import UserError
+from meshwright.serve.contract import Busy, NotReady
 from meshwright.serve.request import Request
 from meshwright.serve.sampling import SamplingParams
-from meshwright.serve.service import Busy, NotReady, Service
+from meshwright.serve.service import Service
 from tests.unit.serve_fakes import FakeEngine, served
 
 

@@ -74,8 +74,8 @@ LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
 
 
 def test_draws_follow_the_probabilities():
-    # Mutations tried: logits times the temperature; top_p compared with the sum after a token; top_k one more; min_p a share of 1
-    # instead of the largest: each is red. Four standard errors: 0.037.
+    # Mutations tried: logits times the temperature; top_p compared with the sum after a token; top_k one more; min_p a share of
+    # 1 instead of the largest: each is red. Four standard errors: 0.037.
     def near(found: torch.Tensor, weights: list[float]) -> bool:
         wanted = torch.tensor(weights) / sum(weights)
         return bool(((found - wanted).abs() < 0.037).all()) and bool((found[wanted == 0] == 0).all())
@@ -138,6 +138,7 @@ def test_penalties_and_biases():
     assert drawn([1.0, 0.9, -2.0], Row(greedy(repetition_penalty=1.2), 0, (0,), ())) == 1  # 1 / 1.2 < 0.9
     assert drawn([-1.0, -1.1, -9.0], Row(greedy(repetition_penalty=1.2), 0, (), (0,))) == 1  # -1 * 1.2 < -1.1
     assert drawn([1.0, 0.9, -2.0], Row(greedy(presence_penalty=0.2), 0, (0,), ())) == 0
+    assert drawn([1.0, 0.9, -2.0], Row(greedy(presence_penalty=0.2), 0, (0,), (2,))) == 0
     assert drawn([1.0, 0.9, -2.0], Row(greedy(presence_penalty=0.2), 0, (), (0,))) == 1
     assert drawn([1.0, 0.7, -2.0], Row(greedy(presence_penalty=0.2), 0, (), (0, 0))) == 0
     assert drawn([1.0, 0.7, -2.0], Row(greedy(frequency_penalty=0.2), 0, (), (0, 0))) == 1

@@ -1,4 +1,4 @@
-"""What a service asks of an engine, and what it says when it cannot serve. `LLMEngine` and `EncoderEngine` fit; so does a fake."""
+"""What a service asks of an engine, and what it says when it cannot serve. `LLMEngine` and `EncoderEngine` fit."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _json(value: Any, ensure_ascii: bool = False, **more: Any) -> str:
 
 
 class ChatTemplate:
-    """A Jinja template as `transformers` renders it: sandboxed, blocks trimmed, with `raise_exception`, `strftime_now`, `tojson`.
+    """A Jinja template as `transformers` renders it: sandboxed, blocks trimmed, with its helpers.
 
     Raises DataError for one that does not parse.
     """
@@ -85,12 +85,12 @@ class Prompts:
         source = tokenizer.chat_template
         self.template = None if source is None else ChatTemplate(source, tokenizer.special_names)
 
-    def of(self, given: str | Sequence[Any], param: str = "prompt") -> list[list[int]]:
+    def of(self, given: Any, param: str = "prompt") -> list[list[int]]:
         """Of every prompt in a field that may have a text, ids, or a list of either."""
         if isinstance(given, str):
             return [self.text(given, param)]
         if isinstance(given[0], int):
-            return [self.ids(list(given), param)]
+            return [self.ids(given, param)]
         return [self.text(one, param) if isinstance(one, str) else self.ids(one, param) for one in given]
 
     def text(self, text: str, param: str = "prompt") -> list[int]:

@@ -1,6 +1,6 @@
 """Requests and answers in the shape of OpenAI's API, and ours beside them.
 
-Types are strict (`"5"` and `true` are no numbers) and no field is ignored: one that is unknown, or known and not supported here,
+Types are strict (`"5"` and `true` are no numbers) and no field is ignored: one that is unknown, or known and not supported,
 is an error that names it. A field that means "no, thank you" (`"tools": null`) is taken.
 """
 

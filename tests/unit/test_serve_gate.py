@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 
 from meshwright.errors import UserError
 from meshwright.serve.gate import Keys, read_keys
-from meshwright.serve.http import Limits
-from tests.unit.serve_fakes import served
+from meshwright.serve.http import Limits, create_app
+from meshwright.serve.server import Impatient
+from meshwright.serve.service import Service
+from tests.unit.serve_fakes import FakeEngine, served
 
 
 def run(coroutine: Any) -> None:
@@ -68,6 +71,41 @@ def test_bodies_are_bounded_in_size_time_and_kind():
                 assert answer.status_code == 415
             kind = {"content-type": "application/json; charset=utf-8"}
             assert (await here.http.post(COMPLETE, content=b'{"prompt": "a"}', headers=kind)).status_code == 200
+
+    run(story())
+
+
+def test_a_connection_without_the_head_of_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):
+    """A first one, and a second one on a connection that is kept; a request that takes long is not disturbed.
+
+    Mutation tried: uvicorn's own H11Protocol keeps both open.
+    """
+    monkeypatch.setattr("meshwright.serve.server.HEADER_S", 0.1)
+
+    async def story() -> None:
+        engine = FakeEngine(step_s=0.1)
+        service = Service(engine)
+        config = uvicorn.Config(create_app(service), http=Impatient, ws="none", lifespan="off", log_level="error", port=0)
+        config.load()
+        state = uvicorn.Server(config).server_state
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Impatient(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
+        service.start()
+        port = server.sockets[0].getsockname()[1]
+        async with server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /health HT")
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            body = b'{"prompt": "a"}'
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 15\r\n\r\n"
+            writer.write(head + body)
+            answer = await asyncio.wait_for(reader.readuntil(b"}}"), 3)
+            assert b"200 OK" in answer and b'"text":"abc"' in answer  # three steps, longer than the head may take
+            writer.write(b"GET /hea")
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+            writer.close()
+        await service.close()
 
     run(story())
 

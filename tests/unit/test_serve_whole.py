@@ -35,7 +35,7 @@ def run(coroutine: Any) -> None:
 
 
 def test_greedy_answers_are_those_of_the_model_alone_and_under_load():
-    """Mutation tried: the seed in place of the temperature in `sampling` draws at random."""
+    """Mutation tried: a `sampling` that forgets the temperature draws at random."""
 
     async def story() -> None:
         made = engine(token_budget=16)

@@ -312,9 +312,12 @@ class Service:
                 pass
         except BaseException as error:  # whatever it is, requests wait for an answer
             self._post(self._failed, _reason(error))
+            with contextlib.suppress(Exception):  # what its ranks died of has been told
+                self.engine.close()
+        else:
+            self.engine.close()
         finally:
             self._busy_since = None
-            self.engine.close()
 
     def _turn(self) -> bool:
         """Carry out what was ordered, then one step. False when it is time to stop."""

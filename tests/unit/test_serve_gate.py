@@ -96,6 +96,7 @@ def test_a_connection_without_the_head_of_a_request_is_closed(monkeypatch: pytes
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /health HT")
             assert await asyncio.wait_for(reader.read(), 2) == b""
+            writer.close()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             body = b'{"prompt": "a"}'
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 15\r\n\r\n"

@@ -15,6 +15,7 @@ COMMANDS = {
     "launch": "Run a script of your own on every device.",
     "evaluate": "Loss, perplexity and accuracy of a run on other data.",
     "generate": "Continue a prompt with a trained model.",
+    "serve": "Answer over HTTP: completions, chat, embeddings, classes, masks.",
     "prepare": "Turn text into token shards.",
     "convert": "Hugging Face weights to ours and back, compared.",
     "bench": "Speeds on this machine: strategies, other tools, scaling, ceilings.",

@@ -1,6 +1,8 @@
-"""`meshwright generate`: continue a prompt."""
+"""`meshwright generate`: continue a prompt, every prompt of a file, or what is typed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import typer
 
@@ -11,19 +13,82 @@ def register(app: typer.Typer) -> None:
     @app.command(epilog=EXAMPLE)
     def generate(
         model: str = typer.Argument(..., help="Run folder, or a folder made by convert."),
-        prompt: str = typer.Option(..., help="Text to continue."),
+        prompt: str | None = typer.Option(None, help="Text to continue."),
+        prompts: str | None = typer.Option(
+            None, help='File with a prompt a line, or .jsonl rows with "prompt"; needs --output.'
+        ),
+        output: str | None = typer.Option(None, help="JSONL file to write: index, prompt, text, tokens, finish."),
+        interactive: bool = typer.Option(False, "--interactive", help="Read prompts from the terminal, one a line."),
         max_tokens: int = typer.Option(64, min=0, help="Longest continuation."),
         temperature: float = typer.Option(0.0, min=0.0, help="0 takes the most likely token each time."),
         top_k: int = typer.Option(0, min=0, help="Draw among the k most likely; 0: all."),
         top_p: float = typer.Option(1.0, help="Draw among the fewest tokens that have this probability together."),
-        seed: int = typer.Option(0, min=0),
+        seed: int = typer.Option(0, min=0, help="Prompt i of a file has seed + i."),
         best: bool = typer.Option(False, "--best", help="The checkpoint with the best held-out loss instead of the newest."),
     ) -> int:
-        """Print the prompt and its continuation."""
-        from meshwright.runtime.trained import continue_text, load_trained
+        """Print the prompt and its continuation; or write the continuations of a file; or answer what is typed."""
+        drawn: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "seed": seed,
+        }
+        _check(prompt, prompts, output, interactive, best)
+        if prompt is not None:
+            from meshwright.runtime.trained import continue_text, load_trained
 
-        trained = load_trained(model, best=best)
-        typer.echo(
-            continue_text(trained, prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-        )
-        return 0
+            typer.echo(continue_text(load_trained(model, best=best), prompt, **drawn))
+            return 0
+        from meshwright.serve.engine import LLMEngine
+        from meshwright.serve.sampling import SamplingParams
+
+        params = SamplingParams(**drawn)
+        engine = LLMEngine.load(model)
+        if prompts is not None and output is not None:
+            return _file(engine, prompts, output, params)
+        return _typed(engine, params)
+
+
+def _check(prompt: str | None, prompts: str | None, output: str | None, interactive: bool, best: bool) -> None:
+    from meshwright.errors import Finding, UserError
+
+    findings = []
+    if (prompt is not None) + (prompts is not None) + interactive != 1:
+        what = "there must be one of --prompt, --prompts and --interactive"
+        findings.append(Finding("generate", what))
+    if (prompts is None) != (output is None):
+        findings.append(Finding("--output", "goes with --prompts, and --prompts with it"))
+    if best and prompt is None:
+        findings.append(Finding("--best", "is for --prompt", "Name the checkpoint's folder as MODEL"))
+    if findings:
+        raise UserError(findings=findings)
+
+
+def _file(engine: Any, prompts: str, output: str, params: Any) -> int:
+    import time
+
+    from meshwright.serve.offline import answer_file
+
+    began = time.perf_counter()
+    made, tokens = answer_file(engine, prompts, output, params)
+    seconds = time.perf_counter() - began
+    typer.echo(f"{made} prompts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.1f} tokens/s; see {output}", err=True)
+    return 0
+
+
+def _typed(engine: Any, params: Any) -> int:
+    import sys
+
+    from meshwright.errors import DataError
+    from meshwright.serve.offline import streamed
+
+    typer.echo("One prompt a line; Ctrl-D ends.", err=True)
+    for line in sys.stdin:
+        if line.strip():
+            try:
+                streamed(engine, line.rstrip("\n"), params, lambda text: typer.echo(text, nl=False))
+            except DataError as error:
+                typer.echo(str(error), err=True)
+            typer.echo()
+    return 0

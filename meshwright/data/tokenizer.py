@@ -108,6 +108,25 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         return self.bos is not None and bool(self._config.get("add_bos_token", self._backend.prefix_with_bos()))
 
+    @property
+    def special_names(self) -> dict[str, str]:
+        """`bos_token` and so on to the token's text, for the roles that have one."""
+        names = {f"{role}_token": self.token(number) for role, number in self.special.items() if number is not None}
+        return {role: name for role, name in names.items() if name is not None}
+
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja source of the template that turns messages into a prompt (the one called "default" of several)."""
+        found = self._config.get("chat_template")
+        if isinstance(found, list):
+            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            found = named.get("default")
+        return found if isinstance(found, str) else None
+
+    def token(self, number: int) -> str | None:
+        """Name of a token in the vocabulary; None where the number has none."""
+        return self._backend.token_of(number)
+
     @cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._backend.identity())

@@ -10,6 +10,7 @@ from typing import Any
 from meshwright.errors import DataError, Finding
 
 CONFIG_FILES = ("special_tokens_map.json", "tokenizer_config.json")  # later ones win
+CHAT_TEMPLATE = "chat_template.jinja"  # wins over the one in tokenizer_config.json, as in transformers
 MODEL_NAMES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -46,7 +47,7 @@ def _text(file: Path) -> str:
     try:
         return _read(file).decode("utf-8")
     except UnicodeDecodeError:
-        raise _error(file, "not a tokenizer.json: the file is not UTF-8 text") from None
+        raise _error(file, "the file is not UTF-8 text") from None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -62,6 +63,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if not isinstance(values, dict):
             raise _error(file, "not a JSON object")
         merged.update({key: value for key, value in values.items() if value is not None})
+    template = folder / CHAT_TEMPLATE
+    if template.is_file():
+        merged["chat_template"] = _text(template)
     return merged
 
 

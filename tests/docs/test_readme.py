@@ -153,7 +153,7 @@ def story() -> list[list[str]]:
     """The README's commands that need nothing but this machine, in order."""
     lines = [args for command in commands(ENGLISH) if (args := arguments(command))]
     away = ("~/models", "models/llama")  # weights of others
-    launching = ("doctor", "verify")
+    launching = ("doctor", "verify", "serve")
     return [args for args in lines if args[0] not in launching and not any(word.startswith(away) for word in args)]
 
 

@@ -1,0 +1,139 @@
+"""Many prompts through an engine without a server: a file to JSONL at full throughput, or as they are typed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.errors import DataError, Finding
+from meshwright.serve.contract import Engine
+from meshwright.serve.faults import ApiError
+from meshwright.serve.prompts import Prompts
+from meshwright.serve.request import Request
+from meshwright.serve.sampling import SamplingParams
+
+__all__ = ["Completed", "answer_file", "complete", "read_prompts", "streamed"]
+
+AHEAD = 1024
+"""Prompts that an engine is given at a time: enough to fill any batch, and a file of any length stays out of memory."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """What has come of prompt number `index`, from 0. tokens: of the answer. finish: "stop" or "length"."""
+
+    index: int
+    prompt: str
+    text: str
+    tokens: int
+    finish: str
+
+
+def read_prompts(path: str | Path) -> Iterator[str]:
+    """A prompt a line; of a .jsonl file the key "prompt" of each. Empty lines do not count.
+
+    Raises DataError naming file and line.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                where = f"{path}:{number}"
+                try:
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    raise DataError(findings=[Finding(where, f"byte {error.start} is not UTF-8")]) from None
+                if line.strip():
+                    yield _prompt(line, where) if path.suffix == ".jsonl" else line
+    except OSError as error:
+        raise DataError(findings=[Finding(str(path), f"cannot be read: {error.strerror}")]) from None
+
+
+def _prompt(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(findings=[Finding(where, f"is not valid JSON: {error}")]) from None
+    text = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(text, str) or not text:
+        raise DataError(findings=[Finding(where, 'has no text under "prompt"')])
+    return text
+
+
+def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams) -> Iterator[Completed]:
+    """The answer to each prompt, in their order. With a seed, prompt i has seed + i.
+
+    Raises DataError for a prompt that is empty or does not fit the context with its answer.
+    """
+    reader = Prompts(engine.tokenizer, engine.max_len)
+    waiting = enumerate(prompts)
+    texts: dict[int, str] = {}
+    parts: dict[int, list[Any]] = {}
+    ready: dict[int, Completed] = {}
+    following, more = 0, True
+    while more or texts:
+        while more and len(texts) < AHEAD:
+            index, text = next(waiting, (-1, ""))
+            more = index >= 0
+            if more:
+                texts[index], parts[index] = text, []
+                engine.add(_request(reader, index, text, params))
+        for output in engine.step() if engine.has_work else ():
+            index = int(output.id)
+            parts[index].append(output)
+            if output.finish is not None:
+                ready[index] = _completed(index, texts.pop(index), parts.pop(index))
+        while following in ready:
+            yield ready.pop(following)
+            following += 1
+
+
+def _request(reader: Prompts, index: int, text: str, params: SamplingParams) -> Request:
+    try:
+        ids = reader.text(text)
+        reader.room(len(ids), params.max_tokens)
+    except ApiError as error:
+        raise DataError(findings=[Finding(f"prompt {index + 1}", str(error))]) from None
+    seed = None if params.seed is None else (params.seed + index) % 2**63
+    return Request(str(index), tuple(ids), replace(params, seed=seed))
+
+
+def _completed(index: int, prompt: str, outputs: list[Any]) -> Completed:
+    last = outputs[-1].finish
+    if last not in ("stop", "length"):
+        raise DataError(findings=[Finding(f"prompt {index + 1}", f"its answer ended with {last!r}")])
+    text = "".join(output.text for output in outputs)
+    return Completed(index, prompt, text, sum(len(output.tokens) for output in outputs), last)
+
+
+def answer_file(engine: Engine, source: str | Path, target: str | Path, params: SamplingParams) -> tuple[int, int]:
+    """Write a JSON object a prompt of `source` to `target`: index, prompt, text, tokens, finish. (prompts, tokens made).
+
+    Raises DataError for a file that is there already, or cannot be written.
+    """
+    made = tokens = 0
+    try:
+        with Path(target).open("x", encoding="utf-8") as file:
+            for done in complete(engine, read_prompts(source), params):
+                file.write(json.dumps(vars(done), ensure_ascii=False) + "\n")
+                made, tokens = made + 1, tokens + done.tokens
+    except FileExistsError:
+        raise DataError(findings=[Finding(str(target), "is there already", "Name another file")]) from None
+    except OSError as error:
+        raise DataError(findings=[Finding(str(target), f"cannot be written: {error.strerror}")]) from None
+    return made, tokens
+
+
+def streamed(engine: Engine, prompt: str, params: SamplingParams, show: Callable[[str], None]) -> None:
+    """`show` gets the answer to one prompt piece by piece. Ctrl-C ends it, and the engine forgets it."""
+    engine.add(_request(Prompts(engine.tokenizer, engine.max_len), 0, prompt, params))
+    try:
+        while engine.has_work:
+            for output in engine.step():
+                show(output.text)
+    except BaseException:
+        engine.abort("0")
+        raise

@@ -1,0 +1,374 @@
+"""Requests and answers in the shape of OpenAI's API, and ours beside them.
+
+Types are strict (`"5"` and `true` are no numbers) and no field is ignored: one that is unknown, or known and not supported,
+is an error that names it. A field that means "no, thank you" (`"tools": null`) is taken.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from meshwright.serve.sampling import MAX_LOGPROBS
+
+__all__ = [
+    "ChatChunk",
+    "ChatCompletion",
+    "ChatRequest",
+    "Classification",
+    "ClassifyRequest",
+    "Completion",
+    "CompletionRequest",
+    "EmbeddingRequest",
+    "Embeddings",
+    "ErrorBody",
+    "FillMaskRequest",
+    "Filled",
+    "ModelList",
+    "State",
+]
+
+MAX_N = 16
+"""Most answers to a prompt."""
+MAX_PROMPTS = 128
+"""Most prompts, or inputs, of a request."""
+MAX_STOPS = 16
+
+Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Text = Annotated[str, Field(min_length=1)]
+Ids = Annotated[list[Whole], Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool = Field(False, description="A last chunk with the usage and without choices.")
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class Sampling(Strict):
+    """What the two ways of generating have in common. null is the same as leaving a field out."""
+
+    model: Text | None = Field(None, description="The served model's name; any other is answered with 404.")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0: the most likely token. Default 1.")
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
+    top_k: Whole | None = Field(None, description="0, the default: all.")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Default 0.")
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(None, description="Answers to a prompt. Default 1.")
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Whole], Field(max_length=MAX_STOPS)] | None = None
+    min_tokens: Whole | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = Field(None, description="Token id to bias.")
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(None, description="Answer j of n has seed + j.")
+    stream: bool | None = Field(None, description="Server-sent events; the last one is [DONE].")
+    stream_options: StreamOptions | None = None
+
+
+class CompletionRequest(Sampling):
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="Default 16.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Alternatives beside each token.")
+    echo: bool | None = Field(None, description="The prompt before the answer. Not together with logprobs.")
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(
+        None,
+        description="Answers that are made, of which the n of the largest mean log-probability are given. Not in a stream.",
+    )
+    suffix: None = None
+    user: None = None
+
+
+class TextPart(Strict):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: Text | None = None
+
+
+class ChatRequest(Sampling):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="Default: what the context has left."
+    )
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="The newer name of it.")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")
+    add_generation_prompt: bool | None = Field(None, description="Default true: the template opens the assistant's turn.")
+    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = Field(None, description="For the chat template.")
+    response_format: TextFormat | None = None
+    tools: None = None
+    tool_choice: Literal["none"] | None = None
+    parallel_tool_calls: None = None
+    functions: None = None
+    function_call: Literal["none"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    service_tier: None = None
+    store: Literal[False] | None = None
+    metadata: None = None
+    user: None = None
+
+
+UNSUPPORTED = {
+    "suffix": "text is continued, never filled in",
+    "response_format": "only {'type': 'text'} can be promised",
+    "tools": "no tools are called",
+    "tool_choice": "no tools are called",
+    "parallel_tool_calls": "no tools are called",
+    "functions": "no functions are called",
+    "function_call": "no functions are called",
+    "modalities": "answers are text",
+    "audio": "answers are text",
+    "prediction": "there is no prediction to check",
+    "reasoning_effort": "the chat template decides; see chat_template_kwargs",
+    "service_tier": "there is one tier",
+    "store": "nothing is stored",
+    "metadata": "nothing is stored",
+    "user": "nothing is stored",
+    "dimensions": "embeddings have the model's width",
+}
+"""Fields of OpenAI's API that are known and not supported, and why."""
+
+SHAPES = {
+    "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
+    "input": "must be a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
+    "stop": f"must be a text of 1 to 256 characters, or a list of at most {MAX_STOPS} of them",
+}
+"""What is said of a union's field, for which the checker has an error for each way that failed."""
+
+
+class EmbeddingRequest(Strict):
+    model: Text | None = None
+    input: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Ids
+        | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: little-endian fp32. Default float.")
+    dimensions: None = None
+    user: None = None
+
+
+class ClassifyRequest(Strict):
+    model: Text | None = None
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class FillMaskRequest(Strict):
+    model: Text | None = None
+    input: Text = Field(
+        description="Text with the tokenizer's mask token in it, which /v1/models names; [MASK] means the same."
+    )
+    top_k: Annotated[int, Field(ge=1, le=100)] | None = Field(None, description="Candidates for each mask. Default 5.")
+
+
+# ---- answers ------------------------------------------------------------------------------------------------------------
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class InputUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(BaseModel):
+    """text_offset: where a token begins in the text, counting the tokens' own texts."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class Completion(BaseModel):
+    """Also what a chunk of a stream is."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(BaseModel):
+    """bytes: UTF-8 of the token, null where it is a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+
+
+class ChatAnswer(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatAnswer
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChunkChoice(BaseModel):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | None = None
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Embeddings(BaseModel):
+    object: Literal["list"] = "list"
+    model: str
+    data: list[Embedding]
+    usage: InputUsage
+
+
+class ClassRow(BaseModel):
+    """label, score: the likeliest class. scores: probability of every class."""
+
+    index: int
+    label: str
+    score: float
+    scores: dict[str, float]
+
+
+class Classification(BaseModel):
+    object: Literal["list"] = "list"
+    model: str
+    data: list[ClassRow]
+    usage: InputUsage
+
+
+class Candidate(BaseModel):
+    """sequence: the text with this token in the mask's place (other masks stay)."""
+
+    token: int
+    token_str: str
+    score: float
+    sequence: str
+
+
+class Filled(BaseModel):
+    """data: for each mask, in order, its candidates, the likeliest first."""
+
+    object: Literal["list"] = "list"
+    model: str
+    data: list[list[Candidate]]
+    usage: InputUsage
+
+
+class ModelCard(BaseModel):
+    """max_model_len: most tokens of prompt and answer. tasks: what it answers. mask_token: for fill-mask."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    max_model_len: int
+    tasks: list[str]
+    mask_token: str | None = None
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class State(BaseModel):
+    """status: "ok"; or of /ready "not ready", with the reason."""
+
+    status: str
+    reason: str | None = None
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    error: ErrorDetail
+
+
+def dumped(model: BaseModel) -> dict[str, Any]:
+    return model.model_dump(mode="json")

@@ -1,0 +1,114 @@
+"""`meshwright serve` from the command line: what it refuses before it loads, and a model that it serves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from meshwright.cli import main
+from meshwright.config.schema import ModelConfig
+from meshwright.models import build, initialize
+from meshwright.models.files import save_model
+from meshwright.serve.command import load_engine, task_of
+from meshwright.serve.encoder import EncoderEngine
+from tests.docs.markdown import ROOT
+from tests.unit.serve_fakes import TEMPLATE, byte_tokenizer
+
+
+def folder(path: Path, task: str = "lm") -> Path:
+    arch = "decoder" if task == "lm" else "encoder"
+    shape = {"arch": arch, "layers": 2, "width": 16, "heads": 2, "ffn": 32, "vocab": 262, "max_len": 64}
+    config = ModelConfig(**shape, classes=2 if task == "classify" else None)  # type: ignore[arg-type]
+    model = build(config, task)
+    initialize(model, 0, torch.device("cpu"))
+    tokenizer = path.parent / "tokenizer"
+    byte_tokenizer(TEMPLATE).save(tokenizer)
+    named = {"model_type": "bert", "kept": {"id2label": {"1": "bad", "0": "good"}}} if task == "classify" else None
+    save_model(path, model, config, task, tokenizer, huggingface=named)
+    return path
+
+
+def test_mistakes_are_told_together_before_anything_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    args = ["serve", str(tmp_path / "none"), "--host", "0.0.0.0", "--dp", "2", "--pp", "2", "--dtype", "fp4"]
+    assert main(args) == 2
+    said = capsys.readouterr().err
+    for part in ("--host: 0.0.0.0 is reached from other machines", "--dp: one server", "--pp: the engine", "'fp4' is unknown"):
+        assert part in said
+    assert main([*args[:2], "--api-key-file", str(tmp_path / "keys")]) == 2
+    assert "keys: cannot be read" in capsys.readouterr().err
+    assert main(args[:2]) == 2 and "neither a run folder" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    import socket
+
+    model = folder(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", str(model), "--port", str(port), "--device", "cpu", "--blocks", "20"]) == 2
+    assert f"127.0.0.1:{port} cannot be used" in capsys.readouterr().err
+
+
+def test_the_head_of_a_model_decides_how_it_is_served(tmp_path: Path):
+    for task, tasks in (("mlm", {"embed", "fill-mask"}), ("classify", {"embed", "classify"})):
+        source = folder(tmp_path / task, task)
+        assert task_of(source) == task
+        engine = load_engine(source, name="mine", device="cpu")
+        assert isinstance(engine, EncoderEngine) and engine.tasks == tasks and engine.model_name == "mine"
+    assert engine.labels == ("good", "bad")
+    assert task_of(tmp_path / "none") == "lm"
+
+
+def serve(model: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+    """(the process, its address), once it is ready."""
+    command = [
+        sys.executable,
+        "-m",
+        "meshwright",
+        "serve",
+        str(model),
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--blocks",
+        "40",
+        *options,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MESHWRIGHT_API_KEY": "s3cret"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env)
+    assert process.stderr is not None
+    said = []
+    for line in process.stderr:
+        said.append(line)
+        if (found := re.match(r"ready: (http://\S+)", line)) is not None:
+            return process, found[1]
+    process.wait()
+    raise AssertionError("".join(said))
+
+
+@pytest.mark.parametrize("options", [[], pytest.param(["--tp", "2"], marks=pytest.mark.slow)], ids=["one", "two-ranks"])
+def test_a_model_is_served(tmp_path: Path, options: list[str]):
+    process, address = serve(folder(tmp_path / "model"), *options)
+    try:
+        with httpx.Client(base_url=address, timeout=30) as http:
+            assert http.get("/v1/models").status_code == 401
+            http.headers["authorization"] = "Bearer s3cret"
+            body = http.post(
+                "/v1/completions", json={"prompt": "hi", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+            ).json()
+            assert body["model"] == "model" and body["usage"]["completion_tokens"] == 5
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 0 and "Traceback" not in err and "s3cret" not in err, err
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,88 @@
+"""Files of prompts and prompts that are typed, through an engine without a server."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli import main
+from meshwright.errors import DataError
+from meshwright.serve import offline
+from meshwright.serve.engine import LLMEngine
+from meshwright.serve.offline import answer_file, complete, read_prompts, streamed
+from meshwright.serve.sampling import SamplingParams
+from tests.unit.serve_fakes import FakeEngine
+
+
+def test_answers_come_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch):
+    """A window of three, and an engine that moves two at a time. Mutation tried: yielding what is ready first."""
+    monkeypatch.setattr(offline, "AHEAD", 3)
+    engine = FakeEngine(("a", "b"), running=2)
+    found = list(complete(engine, (f"p{i}" for i in range(8)), SamplingParams(max_tokens=9, seed=20)))
+    assert [(done.index, done.prompt, done.text, done.tokens, done.finish) for done in found] == [
+        (i, f"p{i}", "ab", 2, "stop") for i in range(8)
+    ]
+    assert [request.params.seed for request in engine.seen] == list(range(20, 28))
+    assert list(complete(engine, [], SamplingParams())) == []
+
+
+def test_a_prompt_that_does_not_fit_is_named():
+    with pytest.raises(DataError, match=r"prompt 2: .*64 tokens"):
+        list(complete(FakeEngine(), ["a", "x" * 70], SamplingParams()))
+
+
+def test_a_file_becomes_jsonl(tmp_path: Path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('\ufeff{"prompt": "你"}\n\n{"prompt": "b", "more": 1}\n', encoding="utf-8")
+    assert answer_file(FakeEngine(), source, target, SamplingParams(max_tokens=2)) == (2, 4)
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert rows[0] == {"index": 0, "prompt": "你", "text": "ab", "tokens": 2, "finish": "length"} and rows[1]["prompt"] == "b"
+    with pytest.raises(DataError, match="is there already"):
+        answer_file(FakeEngine(), source, target, SamplingParams())
+
+
+def test_prompts_of_a_file_that_cannot_be_read_are_named(tmp_path: Path):
+    text, rows = tmp_path / "in.txt", tmp_path / "in.jsonl"
+    text.write_bytes(b"one\r\n \ntwo\n\xff\n")
+    reading = read_prompts(text)
+    assert [next(reading), next(reading)] == ["one", "two"]
+    with pytest.raises(DataError, match=r"in.txt:4: byte 0 is not UTF-8"):
+        next(reading)
+    for line in ("{", "[1]", '{"prompt": ""}', '{"text": "a"}'):
+        rows.write_text(line)
+        with pytest.raises(DataError, match=r"in.jsonl:1: "):
+            list(read_prompts(rows))
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_prompts(tmp_path / "none"))
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_engine():
+    engine = FakeEngine(ends=False)
+
+    def show(text: str) -> None:
+        if text == "c":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        streamed(engine, "hi", SamplingParams(max_tokens=50), show)
+    assert engine.aborted == ["0"] and not engine.has_work
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(LLMEngine, "load", lambda source: FakeEngine())
+    (tmp_path / "in.txt").write_text("one\ntwo\n")
+    assert (
+        main(["generate", "m", "--prompts", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--max-tokens", "2"])
+        == 0
+    )
+    assert "2 prompts, 4 tokens in" in capsys.readouterr().err and len((tmp_path / "out").read_text().splitlines()) == 2
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n\n{'x' * 80}\nyou\n"))
+    assert main(["generate", "m", "--interactive", "--max-tokens", "3"]) == 0
+    told = capsys.readouterr()
+    assert told.out.split() == ["abc", "abc"] and "64 tokens" in told.err
+    for wrong in ([], ["--prompt", "a", "--interactive"], ["--prompts", "x"], ["--interactive", "--best"], ["--output", "x"]):
+        assert main(["generate", "m", *wrong]) == 2
+        assert capsys.readouterr().err.startswith("meshwright generate: ")

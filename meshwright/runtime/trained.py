@@ -1,4 +1,5 @@
-"""A trained model for use on one device: from a run folder (its newest or best checkpoint) or a model folder."""
+"""A trained model for use on one device: from a run folder (its newest or best checkpoint), one of its checkpoints, a model
+folder or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import torch
 from torch import nn
 
 from meshwright.checkpoint import CheckpointStore, Piece, inspect
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.config.schema import Config, ModelConfig
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError, Finding
 from meshwright.models import build, generate
 from meshwright.models.files import DESCRIPTION, load_model, model_tensors
+from meshwright.models.hf import CONFIG, load_hf
 from meshwright.models.initialize import materialise
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
@@ -25,7 +28,7 @@ __all__ = ["Trained", "continue_text", "load_trained"]
 
 @dataclass(frozen=True)
 class Trained:
-    """config: of the run, None for a model folder. source: the checkpoint or folder the weights come from."""
+    """config: of the run, None for a model folder of ours or of Hugging Face. source: the checkpoint or folder the weights come from."""
 
     model: nn.Module
     model_config: ModelConfig
@@ -40,17 +43,15 @@ def load_trained(
 ) -> Trained:
     """dtype: of the weights; default: as stored. The averaged weights are used where the run kept them.
 
+    path: a run folder, a folder of its checkpoints, a model folder of ours or of Hugging Face.
     Raises CheckpointError when there is no run, no whole checkpoint, or no tokenizer.
     """
-    folder = RunFolder(path)
-    if not folder.config.is_file() and not (folder.path / DESCRIPTION).is_file():
-        what = f"is neither a run folder (no {folder.config.name}) nor a model folder (no {DESCRIPTION})"
-        raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+    checkpoint = Path(path) if (Path(path) / MANIFEST).is_file() else None
+    folder = RunFolder(path if checkpoint is None else checkpoint.absolute().parent.parent)
     if not folder.config.is_file():
-        model, model_config, task = load_model(path, device, dtype)
-        return Trained(model.eval(), model_config, task, Tokenizer.load(path), None, Path(path))
+        return _load_folder(Path(path), device, dtype)
     with CheckpointStore(folder.checkpoints, write=False, report=print) as store:
-        found = store.best() if best else store.newest()
+        found = checkpoint or (store.best() if best else store.newest())
         if found is None:
             what = "has no best checkpoint" if best else "has no whole checkpoint"
             raise CheckpointError(findings=[Finding(str(folder.path), what, "Train it first")])
@@ -76,6 +77,18 @@ def load_trained(
         what = f"its tokenizer at {corpus.tokenizer_path} is not the one that {found.name} was trained with"
         raise CheckpointError(findings=[Finding(str(folder.path), what, "Put the run's own tokenizer back")])
     return Trained(model.eval(), config.model, task, tokenizer, config, found)
+
+
+def _load_folder(path: Path, device: torch.device | str, dtype: torch.dtype | None) -> Trained:
+    """A model folder of ours, or one of Hugging Face."""
+    if (path / DESCRIPTION).is_file():
+        model, model_config, task = load_model(path, device, dtype)
+        return Trained(model.eval(), model_config, task, Tokenizer.load(path), None, path)
+    if (path / CONFIG).is_file():
+        model, hf = load_hf(path, None, device, dtype)
+        return Trained(model.eval(), hf.config, hf.task, Tokenizer.load(path), None, path)
+    what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
+    raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
 
 
 def continue_text(

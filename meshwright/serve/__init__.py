@@ -1,0 +1,1 @@
+"""From a model to answers: paged cache, scheduler, sampler, runner and the engine that puts them together."""

@@ -1,0 +1,198 @@
+"""What the next step computes. Pure bookkeeping: no torch, no clock.
+
+Requests wait in the order of (priority, arrival). A step has a budget of tokens:
+
+    1. every sequence that has its prompt behind it gets its next token
+    2. prompts that are under way get as many tokens as the budget leaves (a long one takes several steps)
+    3. waiting ones begin, where there is room for all of their tokens at once, and a block more for each running one
+
+A sequence that needs a block where none is left takes those of the running one that comes last, which waits again and later
+computes anew what the prefix cache has not kept. The first in the order always gets on, so everyone ends, unless requests of
+a smaller priority number never cease to come.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from meshwright.errors import Finding, UserError
+from meshwright.serve.cache import BlockPool, block_digest
+from meshwright.serve.request import Request
+
+__all__ = ["Scheduler", "Sequence", "Work"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request under way.
+
+    tokens    prompt and answer so far
+    computed  of them have keys and values in `blocks`
+    digests   of the full blocks among those
+    """
+
+    request: Request
+    number: int
+    tokens: list[int]
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        return self.request.priority, self.request.arrival, self.number
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.tokens)
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def answered(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens [start, start + count) of a sequence. last: the newest token is among them, so its logits give the next."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def last(self) -> bool:
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+class Scheduler:
+    """waiting: sequences in their order. running: those that have blocks. preemptions: how often one had to give its blocks back."""
+
+    def __init__(self, pool: BlockPool, *, max_running: int, token_budget: int):
+        findings = [
+            Finding(name, f"{value!r} is not a whole number >= 1")
+            for name, value in (("max_running", max_running), ("token_budget", token_budget))
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1
+        ]
+        if findings:
+            raise UserError(findings=findings)
+        self.pool, self.max_running, self.token_budget = pool, max_running, token_budget
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+        self._numbers = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, request: Request) -> Sequence:
+        """Queue it. The pool must be able to hold its prompt and answer: whoever adds checks that."""
+        sequence = Sequence(request, self._numbers, list(request.tokens))
+        self._numbers += 1
+        self._wait(sequence)
+        return sequence
+
+    def schedule(self) -> list[Work]:
+        """The work of one step; empty only where nothing is under way. Blocks for it are in `Sequence.blocks`."""
+        plan: dict[Sequence, int] = {}
+        left, before = self.token_budget, self.preemptions
+        running = sorted(self.running, key=lambda sequence: sequence.order)
+        for decoding in (True, False):
+            for sequence in running:
+                count = min(len(sequence.tokens) - sequence.computed, left)
+                if sequence.blocks and count and (len(sequence.tokens) - sequence.computed == 1) is decoding:
+                    left += self._make_room(sequence, sequence.computed + count, plan)
+                    if sequence.blocks:
+                        plan[sequence] = count
+                        left -= count
+        if self.preemptions == before:  # what was just given up is for those that run
+            self._admit(plan, left)
+        return [Work(sequence, sequence.computed, count) for sequence, count in plan.items()]
+
+    def done(self, work: Work) -> None:
+        """The keys and values of this work are in the cache."""
+        sequence, size = work.sequence, self.pool.block_size
+        sequence.computed = work.start + work.count
+        while (len(sequence.digests) + 1) * size <= sequence.computed:
+            index = len(sequence.digests)
+            before = sequence.digests[-1] if index else b""
+            sequence.digests.append(block_digest(before, sequence.tokens[index * size : (index + 1) * size]))
+            self.pool.learn(sequence.blocks[index], sequence.digests[-1])
+
+    def remove(self, sequence: Sequence) -> None:
+        """It ended, or nobody wants it any more: its blocks are free at once."""
+        self._release(sequence)
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+
+    def check(self) -> None:
+        """Raises AssertionError where sequences and blocks do not fit each other."""
+        self.pool.check([sequence.blocks for sequence in self._all()])
+        for sequence in self._all():
+            assert sequence.computed <= len(sequence.blocks) * self.pool.block_size, "tokens without a block"
+            assert len(sequence.digests) <= len(sequence.blocks)
+        assert not any(sequence.blocks for sequence in self.waiting), "a waiting sequence has blocks"
+        assert len(self.running) <= self.max_running
+
+    def _all(self) -> Iterator[Sequence]:
+        yield from self.waiting
+        yield from self.running
+
+    def _make_room(self, sequence: Sequence, tokens: int, plan: dict[Sequence, int]) -> int:
+        """Blocks for so many tokens, at the cost of those that come last, itself included. Tokens of the step that it saved."""
+        saved = 0
+        while sequence.blocks:
+            taken = self.pool.take(self.pool.needed(tokens) - len(sequence.blocks))
+            if taken is not None:
+                sequence.blocks.extend(taken)
+                break
+            victim = max(self.running, key=lambda other: other.order)
+            saved += plan.pop(victim, 0)
+            self._preempt(victim)
+        return saved
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.preemptions += 1
+        self._release(sequence)
+        self.running.remove(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        bisect.insort(self.waiting, sequence, key=lambda sequence: sequence.order)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.pool.give_back(sequence.blocks)
+        sequence.blocks, sequence.digests, sequence.computed = [], [], 0
+
+    def _admit(self, plan: dict[Sequence, int], left: int) -> None:
+        for sequence in tuple(self.waiting):
+            if left <= 0 or len(self.running) >= self.max_running or not self._begin(sequence):
+                break
+            count = min(len(sequence.tokens) - sequence.computed, left)
+            plan[sequence] = count
+            left -= count
+
+    def _begin(self, sequence: Sequence) -> bool:
+        """Moves it to the running ones with blocks for all of its tokens; False where there is no room."""
+        pool = self.pool
+        found = pool.find(sequence.tokens)
+        known = [block for block, _ in found]
+        fresh = pool.needed(len(sequence.tokens)) - len(known)
+        if fresh + pool.idle_among(known) + len(self.running) > pool.available:
+            return False
+        pool.hold(known)
+        taken = pool.take(fresh)
+        assert taken is not None
+        sequence.blocks = known + taken
+        sequence.digests = [digest for _, digest in found]
+        sequence.computed = len(known) * pool.block_size
+        pool.hits += sequence.computed
+        pool.asked += len(sequence.tokens)
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        return True

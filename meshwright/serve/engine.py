@@ -12,7 +12,6 @@ import json
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,9 +43,10 @@ class _Answer:
 class LLMEngine:
     """A decoder that answers many prompts at once; `load` makes one from files.
 
-    tokenizer  None: no text, tokens only
-    ends       tokens that end an answer, beside those of a request
-    max_len    longest prompt and answer together
+    tokenizer   None: no text, tokens only
+    ends        tokens that end an answer, beside those of a request
+    max_len     longest prompt and answer together
+    model_name  of the folder it came from
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class LLMEngine:
         token_budget: int = 512,
         group: ServingGroup | None = None,
         prefix: bool = True,
+        name: str = "model",
     ):
         """blocks: of the cache; None: what the device has room for. prefix: keep what was computed for prompts that begin alike.
         group: ranks that hold the model together; all of them make an engine, the others than the first then `follow`."""
-        self.tokenizer, self.ends, self.config = tokenizer, frozenset(ends), model.config
+        self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
         runner = Runner(model, blocks=blocks, block_size=block_size, token_budget=token_budget, sequences=max_running)
         self.runner: Runner | Leader = runner if group is None else Leader(runner, group)
         self.max_len = runner.max_len
@@ -120,6 +121,7 @@ class LLMEngine:
             max_running=max_running,
             token_budget=token_budget,
             group=group,
+            name=Path(source).absolute().name,
         )
 
     # ---- what is asked
@@ -251,23 +253,23 @@ class LLMEngine:
 
     # ---- what there is to know
 
-    def stats(self) -> dict[str, Any]:
-        """Numbers for a dashboard. queue, running: requests. queued_tokens: of prompts that wait. kv_blocks, kv_used: of the
-        cache; used ones are held by requests. prefix_hits: tokens of prompts that were found in the cache, of prefix_asked.
-        Totals: requests, prompt_tokens, answer_tokens, computed_tokens (through the model), steps, preemptions, finished by
-        reason."""
+    def stats(self) -> dict[str, float]:
+        """Numbers for a dashboard. queue, running: requests. queued_tokens: of those that wait. kv_blocks: of the cache; kv_held
+        of them are held by requests, a share of kv_used. prefix_hits: tokens that were found in the cache, of prefix_asked.
+        Totals: requests, prompt_tokens, answer_tokens, computed_tokens (through the model), steps, preemptions, and
+        finished_stop, _length, _abort, _error."""
         return {
             "queue": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),
             "queued_tokens": sum(len(sequence.tokens) for sequence in self.scheduler.waiting),
             "kv_blocks": self.pool.blocks,
-            "kv_used": self.pool.held,
-            "kv_block_size": self.pool.block_size,
+            "kv_held": self.pool.held,
+            "kv_used": self.pool.held / self.pool.blocks,
             "prefix_hits": self.pool.hits,
             "prefix_asked": self.pool.asked,
             "preemptions": self.scheduler.preemptions,
             **self._counts,
-            "finished": dict(self._finished),
+            **{f"finished_{reason}": count for reason, count in self._finished.items()},
         }
 
     def follow(self) -> None:

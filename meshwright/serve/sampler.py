@@ -118,7 +118,7 @@ def _plain(scaled: torch.Tensor, rows: Listed[Row]) -> torch.Tensor:
 
 
 def _filtered(scaled: torch.Tensor, rows: Listed[Row]) -> torch.Tensor:
-    values, order = scaled.sort(1, descending=True, stable=True)
+    values, order = scaled.sort(dim=1, descending=True, stable=True)
 
     def column(numbers: list[float]) -> torch.Tensor:
         return torch.tensor(numbers, dtype=values.dtype, device=values.device)[:, None]

@@ -86,7 +86,7 @@ class StopFilter:
     def push(self, text: str) -> str:
         """The text that is no part of a stop string; after one, `stopped` is true and nothing comes any more.
 
-        The stop string that ends first counts, of several the longest, whatever pieces the text comes in.
+        The stop string that ends first counts, of several the longest one, whatever pieces the text comes in.
         """
         if self.stopped:
             return ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
 __all__ = ["Leader", "ServingGroup"]
+
+PATIENCE = timedelta(days=365)
+END = "null"
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,9 @@ class ServingGroup:
         layout = Layout(tp=tp)
         shape, names = tuple(size for _, size in layout.axes), tuple(name for name, _ in layout.axes)
         mesh = DeviceMesh(kind, torch.arange(tp).view(shape), mesh_dim_names=names)
-        return cls(mesh, dist.new_group(backend="gloo"), dist.get_rank() if local_rank is None else local_rank)
+        # ranks that follow wait in it for as long as nobody asks; one that dies closes its connections, which all notice at once
+        control = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return cls(mesh, control, dist.get_rank() if local_rank is None else local_rank)
 
     @property
     def size(self) -> int:
@@ -87,9 +93,9 @@ class Leader:
         """Until `close` on the first rank."""
         while True:
             text = self.group.send("")
-            if not text or text == "null":
+            if text == END:
                 return
             self.runner.run(Packed(**json.loads(text)))
 
     def close(self) -> None:
-        self.group.send("null")
+        self.group.send(END)

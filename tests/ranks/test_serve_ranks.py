@@ -1,0 +1,125 @@
+"""An engine over two ranks answers as one does, from the tables by which training splits the model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.data.tokenizer import Tokenizer
+from meshwright.errors import DeviceError, LayoutError, UserError
+from meshwright.models.files import save_model
+from meshwright.serve.engine import LLMEngine
+from meshwright.serve.ranks import ServingGroup
+from meshwright.serve.request import Request
+from meshwright.spec.layout import Layout
+from tests.ranks.pool import layout_mesh
+from tests.unit.test_serve_engine import answers, expected, greedy, made, prompts, tokens_of
+
+
+def group_of() -> ServingGroup:
+    """Of the whole pool; the pool's own group is over the CPU already."""
+    assert dist.group.WORLD is not None
+    return ServingGroup(layout_mesh(Layout(tp=dist.get_world_size())), dist.group.WORLD)
+
+
+def lead_or_follow(engine: LLMEngine, requests: list[Request]) -> tuple[dict[str, list[int]], dict[str, float]] | None:
+    if dist.get_rank():
+        engine.follow()
+        return None
+    try:
+        found = {id: tokens_of(outputs) for id, outputs in answers(engine, requests).items()}
+    finally:
+        engine.close()
+    return found, engine.stats()
+
+
+def answered(family: str, options: dict[str, Any], length: int) -> Any:
+    group = group_of()
+    blocks = options.pop("blocks") + dist.get_rank()  # the rank with the least room decides
+    model = group.split(copy.deepcopy(made(family)))
+    engine = LLMEngine(model, blocks=blocks, block_size=4, group=group, **options)
+    return lead_or_follow(engine, [Request(str(n), tuple(prompt), greedy(length)) for n, prompt in enumerate(prompts(4))])
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-3", "gpt-2", "qwen-3", "mixtral"])
+def test_two_ranks_answer_as_one(ranks, family: str):
+    """`llama-3` has one key/value head, which both ranks then hold. Mutations tried, each red: every rank keeps the cache of all
+    heads and reads those of rank 0; a follower skips the steps that draw nothing; the heads of a rank counted as if none were
+    shared."""
+    (found, stats), other = ranks(2).run(answered, family, {"blocks": 9, "token_budget": 6}, 12)
+    assert other is None and stats["kv_blocks"] == 9 and stats["preemptions"] > 0
+    for n, prompt in enumerate(prompts(4)):
+        assert found[str(n)] == expected(family, tuple(prompt), 12)
+
+
+def test_four_ranks_share_two_key_heads(ranks):
+    (found, _), *_ = ranks(4).run(answered, "qwen-2", {"blocks": 20}, 5)
+    assert found == {str(n): expected("qwen-2", tuple(prompt), 5) for n, prompt in enumerate(prompts(4))}
+
+
+def loaded(folder: str) -> Any:
+    engine = LLMEngine.load(folder, device="cpu", tp=2, blocks=20, block_size=4)
+    return lead_or_follow(engine, [Request("a", (3, 4, 5), greedy(6, ignore_eos=True))])
+
+
+def test_load_on_two_ranks(ranks, tmp_path: Path):
+    model = made("llama")
+    save_model(tmp_path / "model", model, model.config, "lm")
+    Tokenizer.train([], 262).save(tmp_path / "model")
+    (found, _), _ = ranks(2).run(loaded, str(tmp_path / "model"))
+    assert found == {"a": expected("llama", (3, 4, 5), 6)}
+
+
+def refused(folder: str) -> tuple[str, str]:
+    with pytest.raises(DeviceError) as few:
+        LLMEngine.load(folder, device="cpu", tp=3)
+    model = copy.deepcopy(made("llama"))
+    model.config = model.config.model_copy(update={"heads": 1, "kv_heads": 1})
+    with pytest.raises(LayoutError) as heads:
+        group_of().split(model)
+    return str(few.value), str(heads.value)
+
+
+def test_what_does_not_fit_is_refused(ranks, tmp_path: Path):
+    for few, heads in ranks(2).run(refused, str(tmp_path)):
+        assert few.startswith("tp: 3 ranks are to hold the model together, and there are 2")
+        assert "heads" in heads
+    with pytest.raises(DeviceError, match="and there is 1"):
+        LLMEngine.load(tmp_path, tp=2)
+    with pytest.raises(UserError, match="^pp: 2"):
+        LLMEngine.load(tmp_path, pp=2)
+
+
+def dies(length: int) -> None:
+    """The second rank ends in the middle; the first one must not wait for it."""
+    group = group_of()
+    engine = LLMEngine(group.split(copy.deepcopy(made("llama"))), blocks=20, block_size=4, group=group)
+    if dist.get_rank():
+        group.send("")
+        raise RuntimeError("the follower is gone")
+    engine.add(Request("a", (1, 2), greedy(length)))
+    for _ in range(length):
+        engine.step()
+
+
+def test_a_rank_that_dies_ends_the_others(ranks):
+    from tests.ranks.pool import RankError
+
+    with pytest.raises(RankError, match="the follower is gone"):
+        ranks(2).run(dies, 20, timeout=20)
+
+
+def test_json_of_any_length_reaches_all(ranks):
+    texts = ["", "{}", "好" * 1000]
+    assert ranks(2).run(told, texts) == [texts, texts]
+
+
+def told(texts: list[str]) -> list[str]:
+    group = group_of()
+    torch.manual_seed(dist.get_rank())
+    return [group.send(text if group.leads else "no") for text in texts]

@@ -1,8 +1,8 @@
 """Attention of new tokens over keys and values that lie in pages: gather + `scaled_dot_product_attention`, on any device. It is
 the oracle of faster ways, and the way of a CPU.
 
-Shapes: T new tokens of R sequences, H query heads, K key/value heads, E features of a head, P pages of N tokens, M most pages of
-a sequence, C most tokens of a sequence (M N).
+Shapes: T new tokens of R sequences, H query heads, K key/value heads, E features of a head, P pages of N tokens, M most pages
+of a sequence, C most tokens of a sequence (M N).
 """
 
 from __future__ import annotations

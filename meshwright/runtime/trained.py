@@ -28,7 +28,7 @@ __all__ = ["Trained", "continue_text", "load_trained"]
 
 @dataclass(frozen=True)
 class Trained:
-    """config: of the run, None for a model folder of ours or of Hugging Face. source: the checkpoint or folder the weights come from."""
+    """config: of the run, None for a model folder. source: the checkpoint or folder the weights come from."""
 
     model: nn.Module
     model_config: ModelConfig

@@ -63,8 +63,8 @@ class BlockPool:
         return -(-tokens // self.block_size)
 
     def find(self, tokens: Sequence[int]) -> list[tuple[int, bytes]]:
-        """The longest known prefix in whole blocks, (block, digest) each, never all of `tokens`: the last one is to be computed,
-        for its logits. Nobody holds them by that: `hold` them before anything else is taken."""
+        """The longest known prefix in whole blocks, (block, digest) each, never all of `tokens`: the last one is to be
+        computed, for its logits. Nobody holds them by that: `hold` them before anything else is taken."""
         found: list[tuple[int, bytes]] = []
         digest = b""
         if self.prefix:
@@ -124,7 +124,7 @@ class BlockPool:
             self._digests[block] = digest
 
     def check(self, held: Iterable[Sequence[int]] | None = None) -> None:
-        """Raises AssertionError where the books are wrong. held: the blocks of every sequence, which then must be all holders."""
+        """Raises AssertionError where the books are wrong. held: the blocks of every sequence, all holders that there are."""
         free, idle = set(self._free), set(self._idle)
         used = {block for block, count in enumerate(self._holders) if count}
         assert len(free) == len(self._free), "a block is free twice"

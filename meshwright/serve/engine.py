@@ -63,8 +63,8 @@ class LLMEngine:
         prefix: bool = True,
         name: str = "model",
     ):
-        """blocks: of the cache; None: what the device has room for. prefix: keep what was computed for prompts that begin alike.
-        group: ranks that hold the model together; all of them make an engine, the others than the first then `follow`."""
+        """blocks: of the cache; None: what the device has room for. prefix: keep what was computed, for prompts that begin
+        alike. group: ranks that hold the model together; all of them make an engine, the others than the first then `follow`."""
         self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
         runner = Runner(model, blocks=blocks, block_size=block_size, token_budget=token_budget, sequences=max_running)
         self.runner: Runner | Leader = runner if group is None else Leader(runner, group)
@@ -104,11 +104,17 @@ class LLMEngine:
         group = ServingGroup.join(tp) if tp > 1 else None
         kind = devices.pick(device)
         place = devices.rank_device(kind, 0 if group is None else group.local_rank)
-        trained = load_trained(source, device="cpu" if group else place, dtype=dtype or (None if kind == "cpu" else torch.bfloat16))
+        trained = load_trained(
+            source, device="cpu" if group else place, dtype=dtype or (None if kind == "cpu" else torch.bfloat16)
+        )
         model = trained.model
         if not isinstance(model, Trunk) or not model.causal or trained.task != "lm":
-            what = f"is of task {trained.task!r} and architecture {trained.model_config.arch!r}, and answers come from a decoder"
-            raise CheckpointError(findings=[Finding(str(source), f"{what} that predicts the next token", "Use a language model")])
+            what = (
+                f"is of task {trained.task!r} and architecture {trained.model_config.arch!r}, and answers come from a decoder"
+            )
+            raise CheckpointError(
+                findings=[Finding(str(source), f"{what} that predicts the next token", "Use a language model")]
+            )
         if group is not None:
             model = group.split(model).to(place)
         ends = (*_file_ends(trained.source), *([] if trained.tokenizer.eos is None else [trained.tokenizer.eos]))
@@ -151,7 +157,9 @@ class LLMEngine:
         asked, room = length + request.params.max_tokens, self.pool.blocks * self.pool.block_size
         if asked > self.max_len:
             what = f"{length} tokens of prompt and max_tokens {request.params.max_tokens} are {asked}"
-            found.append(Finding("max_tokens", f"{what}; the model takes {self.max_len}", "Shorten the prompt, or ask for less"))
+            found.append(
+                Finding("max_tokens", f"{what}; the model takes {self.max_len}", "Shorten the prompt, or ask for less")
+            )
         elif asked - 1 > room:  # the last token of an answer needs no keys
             what = f"{length} tokens of prompt and max_tokens {request.params.max_tokens} are {asked}"
             found.append(Finding("max_tokens", f"{what}; the cache holds {room}", "Ask for less, or give it more blocks"))
@@ -199,7 +207,9 @@ class LLMEngine:
         answer, params = self._answers[sequence.request.id], sequence.request.params
         banned = answer.ends if sequence.answered < params.min_tokens else frozenset()
         tokens = sequence.request.tokens
-        return Row(params, answer.seed, tokens, sequence.answer if params.penalised else (), tuple(banned), len(sequence.tokens))
+        return Row(
+            params, answer.seed, tokens, sequence.answer if params.penalised else (), tuple(banned), len(sequence.tokens)
+        )
 
     def _postprocess(self, work: list[Work], drawn: Drawn) -> list[Output]:
         outputs = []
@@ -254,8 +264,8 @@ class LLMEngine:
     # ---- what there is to know
 
     def stats(self) -> dict[str, float]:
-        """Numbers for a dashboard. queue, running: requests. queued_tokens: of those that wait. kv_blocks: of the cache; kv_held
-        of them are held by requests, a share of kv_used. prefix_hits: tokens that were found in the cache, of prefix_asked.
+        """Numbers for a dashboard. queue, running: requests. queued_tokens: of those that wait. kv_blocks: of the cache;
+        kv_held of them are held by requests, a share of kv_used. prefix_hits: tokens that were found in the cache, of prefix_asked.
         Totals: requests, prompt_tokens, answer_tokens, computed_tokens (through the model), steps, preemptions, and
         finished_stop, _length, _abort, _error."""
         return {

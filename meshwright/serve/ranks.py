@@ -1,5 +1,5 @@
-"""Several ranks that hold one model together, by the tables of training. The first one schedules, draws and answers; each step it
-sends what to compute, as JSON over the CPU, and all compute it with their part of every matrix and of the cache.
+"""Several ranks that hold one model together, by the tables of training. The first one schedules, draws and answers; each step
+it sends what to compute, as JSON over the CPU, and all compute it with their part of every matrix and of the cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ServingGroup:
         layout = Layout(tp=tp)
         shape, names = tuple(size for _, size in layout.axes), tuple(name for name, _ in layout.axes)
         mesh = DeviceMesh(kind, torch.arange(tp).view(shape), mesh_dim_names=names)
-        # ranks that follow wait in it for as long as nobody asks; one that dies closes its connections, which all notice at once
+        # ranks that follow wait in it for as long as nobody asks; one that dies closes its connections, which all notice
         control = dist.new_group(backend="gloo", timeout=PATIENCE)
         return cls(mesh, control, dist.get_rank() if local_rank is None else local_rank)
 
@@ -62,7 +62,7 @@ class ServingGroup:
         return model
 
     def send(self, text: str) -> str:
-        """The first rank's text on every rank."""
+        """The first rank's text, not an empty one, on every rank."""
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if self.leads else None
         size = torch.tensor([0 if data is None else data.numel()])
         dist.broadcast(size, group=self.control, group_src=0)

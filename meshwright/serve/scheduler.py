@@ -71,7 +71,7 @@ class Work:
 
 
 class Scheduler:
-    """waiting: sequences in their order. running: those that have blocks. preemptions: how often one had to give its blocks back."""
+    """waiting: sequences in their order. running: those that have blocks. preemptions: how often one had to give them back."""
 
     def __init__(self, pool: BlockPool, *, max_running: int, token_budget: int):
         findings = [

@@ -11,7 +11,7 @@ BROKEN = "�"
 TAIL = 3
 """Most bytes of a character that lacks its end, hence most replacement characters that stand for one."""
 CONTEXT, WINDOW = 5, 16
-"""Tokens of the prompt that a decoder sees before the answer (one that strips a leading space would else strip it of the answer),
+"""Tokens of the prompt that a decoder sees before the answer (one that strips a leading space would strip it of the answer),
 and tokens that are decoded again with each new one at most, where text allows a cut."""
 
 

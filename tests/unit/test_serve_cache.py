@@ -97,9 +97,9 @@ def jobs(draw: st.DrawFn) -> tuple[list[tuple[list[int], int, int, int]], int, i
 @settings(max_examples=60, deadline=None)
 @given(jobs(), st.booleans(), st.data())
 def test_everyone_ends_and_no_block_is_lost(job, prefix: bool, data: st.DataObject):
-    """Mutations tried: a preempted sequence keeps its blocks; `give_back` forgets a holder of a shared block; `_begin` counts an
-    idle block of the prefix as free too; `find` may cover the whole prompt; a sequence preempted after it was planned stays in
-    the plan; `learn` of a block before it is full. Each is red."""
+    """Mutations tried: a preempted sequence keeps its blocks; `give_back` forgets a holder of a shared block; `_begin` counts
+    an idle block of the prefix as free too; `find` may cover the whole prompt; a sequence preempted after it was planned stays
+    in the plan; `learn` of a block before it is full. Each is red."""
     requests, size, blocks, running, budget = job
     pool = BlockPool(blocks, size, prefix=prefix)
     scheduler = Scheduler(pool, max_running=running, token_budget=budget)
@@ -171,4 +171,6 @@ def test_priority_goes_before_arrival_and_the_last_one_gives_way():
     assert scheduler.waiting == [early] and early.blocks == [] and scheduler.preemptions == 1
     scheduler.check()
     scheduler.remove(late)
-    assert [(item.sequence, item.start, item.count) for item in scheduler.schedule()] == [(early, 2, 1)]  # its first block is known
+    assert [(item.sequence, item.start, item.count) for item in scheduler.schedule()] == [
+        (early, 2, 1)
+    ]  # its first block is known

@@ -19,7 +19,7 @@ from meshwright.serve.request import Output, Request
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampling import SamplingParams
 
-BASE: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "ffn": 48, "vocab": 61, "max_len": 48, "init_std": 0.4}
+BASE: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "ffn": 64, "vocab": 61, "max_len": 48, "init_std": 0.4}
 GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu_tanh", "tied": True, "qkv_bias": True}
 GPT2 |= {"attention_bias": True, "mlp_bias": True, "position_offset": 2}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -95,8 +95,8 @@ def check(engine: LLMEngine, family: str, count: int = 5, length: int = 8, dtype
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_of_every_family(family: str):
-    """Mutations tried, each red: keys before their rotation; the window one key wider; positions counted from the chunk's start;
-    the mask of a chunk without the tokens before it; keys of layer 0 for all layers; the last page's rest seen as well."""
+    """Mutations tried, each red: the window one key wider; positions counted from the chunk's start; the mask of a chunk
+    without the tokens before it; one cache for all layers; one key more is seen than there should be."""
     check(engine_of(family, token_budget=6), family)
 
 
@@ -323,7 +323,7 @@ def test_stop_strings_end_the_answer_before_themselves(words: Tokenizer):
 
 
 def test_an_answer_that_ends_inside_of_a_character(words: Tokenizer):
-    ids = [token for token in words.encode("\U0001f984")]  # four bytes that the tokenizer has not seen together
+    ids = list(words.encode("\U0001f984"))  # four bytes that the tokenizer has not seen together
     assert len(ids) > 2
     pieces, _, finish = said(words, ids, length=2)
     assert pieces == ["", "�"] and finish == "length"

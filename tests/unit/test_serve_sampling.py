@@ -74,8 +74,8 @@ LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.3]).log().tolist()
 
 
 def test_draws_follow_the_probabilities():
-    # Mutations tried: logits times the temperature; top_p compared with the sum after a token; top_k one more; min_p a share of 1
-    # instead of the largest: each is red. Four standard errors: 0.037.
+    # Mutations tried: logits times the temperature; top_p compared with the sum after a token; top_k one more; min_p a share of
+    # 1 instead of the largest: each is red. Four standard errors: 0.037.
     def near(found: torch.Tensor, weights: list[float]) -> bool:
         wanted = torch.tensor(weights) / sum(weights)
         return bool(((found - wanted).abs() < 0.037).all()) and bool((found[wanted == 0] == 0).all())

@@ -68,6 +68,9 @@ def paged_attention(
         lengths = torch.tensor([pages.lengths[row] for row in rows], device=q_THE.device)
         query_RQ1 = (lengths[:, None] - count + torch.arange(count, device=q_THE.device))[..., None]
         key_C = torch.arange(longest, device=q_THE.device)
+        nobodys_RC = key_C >= lengths[:, None]
+        for gathered in (k_RCKE, v_RCKE):  # what lies there may be no number, and stays none when it is multiplied by 0
+            gathered.masked_fill_(nobodys_RC[..., None, None], 0.0)
         seen_RQC = key_C <= query_RQ1
         if window is not None:
             seen_RQC = seen_RQC & (query_RQ1 - key_C < window)

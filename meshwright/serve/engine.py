@@ -64,7 +64,7 @@ class LLMEngine:
         name: str = "model",
     ):
         """blocks: of the cache; None: what the device has room for. prefix: keep what was computed, for prompts that begin
-        alike. group: ranks that hold the model together; all of them make an engine, the others than the first then `follow`."""
+        alike. group: ranks that hold the model together; all make an engine, and all but the first then `follow`."""
         self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
         runner = Runner(model, blocks=blocks, block_size=block_size, token_budget=token_budget, sequences=max_running)
         self.runner: Runner | Leader = runner if group is None else Leader(runner, group)
@@ -104,17 +104,12 @@ class LLMEngine:
         group = ServingGroup.join(tp) if tp > 1 else None
         kind = devices.pick(device)
         place = devices.rank_device(kind, 0 if group is None else group.local_rank)
-        trained = load_trained(
-            source, device="cpu" if group else place, dtype=dtype or (None if kind == "cpu" else torch.bfloat16)
-        )
+        dtype = dtype or (None if kind == "cpu" else torch.bfloat16)
+        trained = load_trained(source, device="cpu" if group else place, dtype=dtype)
         model = trained.model
         if not isinstance(model, Trunk) or not model.causal or trained.task != "lm":
-            what = (
-                f"is of task {trained.task!r} and architecture {trained.model_config.arch!r}, and answers come from a decoder"
-            )
-            raise CheckpointError(
-                findings=[Finding(str(source), f"{what} that predicts the next token", "Use a language model")]
-            )
+            what = f"has task {trained.task!r} and architecture {trained.model_config.arch!r}, which predict no next token"
+            raise CheckpointError(findings=[Finding(str(source), what, "Use a language model")])
         if group is not None:
             model = group.split(model).to(place)
         ends = (*_file_ends(trained.source), *([] if trained.tokenizer.eos is None else [trained.tokenizer.eos]))
@@ -155,13 +150,11 @@ class LLMEngine:
         if request.params.stop and self.tokenizer is None:
             found.append(Finding("stop", "needs a tokenizer, and this engine has none", "Use stop_ids"))
         asked, room = length + request.params.max_tokens, self.pool.blocks * self.pool.block_size
+        what = f"{length} tokens of prompt and max_tokens {request.params.max_tokens} are {asked}"
         if asked > self.max_len:
-            what = f"{length} tokens of prompt and max_tokens {request.params.max_tokens} are {asked}"
-            found.append(
-                Finding("max_tokens", f"{what}; the model takes {self.max_len}", "Shorten the prompt, or ask for less")
-            )
+            fix = "Shorten the prompt, or ask for less"
+            found.append(Finding("max_tokens", f"{what}; the model takes {self.max_len}", fix))
         elif asked - 1 > room:  # the last token of an answer needs no keys
-            what = f"{length} tokens of prompt and max_tokens {request.params.max_tokens} are {asked}"
             found.append(Finding("max_tokens", f"{what}; the cache holds {room}", "Ask for less, or give it more blocks"))
         return found
 
@@ -206,10 +199,8 @@ class LLMEngine:
     def _row(self, sequence: Sequence) -> Row:
         answer, params = self._answers[sequence.request.id], sequence.request.params
         banned = answer.ends if sequence.answered < params.min_tokens else frozenset()
-        tokens = sequence.request.tokens
-        return Row(
-            params, answer.seed, tokens, sequence.answer if params.penalised else (), tuple(banned), len(sequence.tokens)
-        )
+        prompt, past = (sequence.request.tokens, sequence.answer) if params.penalised else ((), [])
+        return Row(params, answer.seed, prompt, past, tuple(banned), len(sequence.tokens))
 
     def _postprocess(self, work: list[Work], drawn: Drawn) -> list[Output]:
         outputs = []
@@ -265,9 +256,9 @@ class LLMEngine:
 
     def stats(self) -> dict[str, float]:
         """Numbers for a dashboard. queue, running: requests. queued_tokens: of those that wait. kv_blocks: of the cache;
-        kv_held of them are held by requests, a share of kv_used. prefix_hits: tokens that were found in the cache, of prefix_asked.
-        Totals: requests, prompt_tokens, answer_tokens, computed_tokens (through the model), steps, preemptions, and
-        finished_stop, _length, _abort, _error."""
+        kv_held of them are held by requests, a share of kv_used. prefix_hits: tokens that were found in the cache, of
+        prefix_asked. Totals: requests, prompt_tokens, answer_tokens, computed_tokens (through the model), steps, preemptions,
+        and of requests that ended finished_stop, _length, _abort, _error."""
         return {
             "queue": len(self.scheduler.waiting),
             "running": len(self.scheduler.running),

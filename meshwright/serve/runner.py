@@ -158,7 +158,8 @@ def blocks_for(free: int, total: int, each: int, block_size: int, max_len: int, 
     if blocks * block_size < max_len:
         what = (
             f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB are free beside the weights and a full step; "
-            f"{budget / 2**30:.2f} GiB of them hold {blocks * block_size} tokens of the cache, and one sequence may have {max_len}"
+            f"{budget / 2**30:.2f} GiB of them hold {blocks * block_size} tokens of the cache, "
+            f"and one sequence may have {max_len}"
         )
         fix = f"Use at most max_len {blocks * block_size}, a smaller token_budget, or more devices"
         raise DeviceError(findings=[Finding("cache", what, fix)])

@@ -69,7 +69,7 @@ def test_tokens_of_transformers(name: str, tmp_path: Path):
 def test_what_does_not_answer_is_refused(tmp_path: Path):
     hf_models.saved("bert", tmp_path / "bert")
     Tokenizer.train([], 262).save(tmp_path / "bert")
-    with pytest.raises(CheckpointError, match=r"task 'mlm' and architecture 'encoder'.*Use a language model"):
+    with pytest.raises(CheckpointError, match=r"task 'mlm' and architecture 'encoder', .*Use a language model"):
         LLMEngine.load(tmp_path / "bert", device="cpu")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"neither a run folder .* nor a model folder"):

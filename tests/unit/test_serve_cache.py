@@ -171,6 +171,5 @@ def test_priority_goes_before_arrival_and_the_last_one_gives_way():
     assert scheduler.waiting == [early] and early.blocks == [] and scheduler.preemptions == 1
     scheduler.check()
     scheduler.remove(late)
-    assert [(item.sequence, item.start, item.count) for item in scheduler.schedule()] == [
-        (early, 2, 1)
-    ]  # its first block is known
+    (work,) = scheduler.schedule()
+    assert (work.sequence, work.start, work.count) == (early, 2, 1)  # its first block was known

@@ -232,6 +232,19 @@ def test_logits_that_are_no_numbers_end_a_request_with_an_error():
     assert engine.stats()["finished_error"] == 1
 
 
+def test_what_is_no_number_stays_with_its_request():
+    """Its blocks go to others, who must not see what is left in them. Mutation tried: nothing is cleared in the gathered keys
+    and values: red."""
+    engine = engine_of("gpt-2", blocks=4, prefix=False)
+    with torch.no_grad():
+        engine.runner.model.position_embedding.weight[2 + 9 :] = torch.nan  # type: ignore[union-attr]
+    found = answers(engine, [Request("long", (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14), greedy(2))])
+    assert [output.finish for output in found["long"]] == ["error"]
+    requests = [Request("one", (1,), greedy(3)), Request("six", (1, 2, 3, 4, 5, 6), greedy(3))]
+    for request, outputs in zip(requests, answers(engine, requests).values(), strict=True):
+        assert tokens_of(outputs) == expected("gpt-2", request.tokens, 3)
+
+
 def test_a_preferred_request_goes_first():
     engine = engine_of(max_running=1)
     order = []

@@ -138,6 +138,7 @@ def test_penalties_and_biases():
     assert drawn([1.0, 0.9, -2.0], Row(greedy(repetition_penalty=1.2), 0, (0,), ())) == 1  # 1 / 1.2 < 0.9
     assert drawn([-1.0, -1.1, -9.0], Row(greedy(repetition_penalty=1.2), 0, (), (0,))) == 1  # -1 * 1.2 < -1.1
     assert drawn([1.0, 0.9, -2.0], Row(greedy(presence_penalty=0.2), 0, (0,), ())) == 0
+    assert drawn([1.0, 0.9, -2.0], Row(greedy(presence_penalty=0.2), 0, (0,), (2,))) == 0
     assert drawn([1.0, 0.9, -2.0], Row(greedy(presence_penalty=0.2), 0, (), (0,))) == 1
     assert drawn([1.0, 0.7, -2.0], Row(greedy(presence_penalty=0.2), 0, (), (0, 0))) == 0
     assert drawn([1.0, 0.7, -2.0], Row(greedy(frequency_penalty=0.2), 0, (), (0, 0))) == 1

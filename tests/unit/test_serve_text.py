@@ -67,7 +67,7 @@ def test_special_and_unknown_tokens_have_no_text(tokenizer: Tokenizer):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_pieces_are_the_whole_text(data: st.DataObject, tokenizer: Tokenizer, bytes_of: list[int]):
-    """Any bytes, valid or not, special tokens between them. Mutation tried: the window is cut inside of a character: red."""
+    """Any bytes, valid or not, special tokens between them. Mutation tried: what is shown counts from before a cut: red."""
     text = data.draw(st.text("a 你😀�é", max_size=30))
     raw = data.draw(st.one_of(st.just(text.encode()), st.binary(max_size=40)))
     ids = [bytes_of[byte] for byte in raw]

@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from meshwright.distributed import device as devices
-from meshwright.errors import CheckpointError, DeviceError, Finding, UserError
+from meshwright.errors import CheckpointError, Finding, UserError
 from meshwright.models.trunk import Trunk
 from meshwright.serve.cache import BlockPool
-from meshwright.serve.ranks import Leader, ServingGroup
+from meshwright.serve.ranks import ServingGroup, SharedRunner
 from meshwright.serve.request import Finish, Logprob, Output, Request
 from meshwright.serve.runner import Runner, pack
 from meshwright.serve.sampler import Drawn, Row, draw
@@ -66,13 +67,17 @@ class LLMEngine:
         """blocks: of the cache; None: what the device has room for. prefix: keep what was computed, for prompts that begin
         alike. group: ranks that hold the model together; all make an engine, and all but the first then `follow`."""
         self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
-        runner = Runner(model, blocks=blocks, block_size=block_size, token_budget=token_budget, sequences=max_running)
-        self.runner: Runner | Leader = runner if group is None else Leader(runner, group)
+        span = None if group is None else group.span
+        runner = Runner(
+            model, blocks=blocks, block_size=block_size, token_budget=token_budget, sequences=max_running, span=span
+        )
+        self.runner: Runner | SharedRunner = runner if group is None else SharedRunner(runner, group)
         self.max_len = runner.max_len
         self.pool = BlockPool(self.runner.blocks, block_size, prefix=prefix)
-        self.scheduler = Scheduler(self.pool, max_running=max_running, token_budget=token_budget)
+        self.scheduler = Scheduler(self.pool, max_running=max_running, token_budget=token_budget, lanes=self.runner.lanes)
         self._answers: dict[str, _Answer] = {}
         self._aborted: list[str] = []
+        self._out: deque[list[Work]] = deque()
         self._counts = dict.fromkeys(("requests", "prompt_tokens", "answer_tokens", "computed_tokens", "steps"), 0)
         self._finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
 
@@ -94,16 +99,15 @@ class LLMEngine:
 
         device  default: the accelerator that torch finds, else the CPU. dtype: of the weights; default: as stored, on an
                 accelerator bf16
-        tp      ranks that hold each matrix together: torch.distributed must be up, and every rank of it calls this
+        tp, pp  ranks that hold each matrix together, and stages of layers behind each other: torch.distributed must be up with
+                tp * pp ranks, and every one of them calls this
         Raises CheckpointError for what is no decoder that predicts tokens, DeviceError where it does not fit.
         """
         from meshwright.runtime.trained import load_trained
 
-        if pp != 1:
-            raise UserError(findings=[Finding("pp", f"{pp}: the engine does not split layers over devices", "Use tp")])
-        group = ServingGroup.join(tp) if tp > 1 else None
+        group = ServingGroup.join(tp, pp) if tp * pp > 1 else None
         kind = devices.pick(device)
-        place = devices.rank_device(kind, 0 if group is None else group.local_rank)
+        place = devices.rank_device(kind, 0 if group is None else group.mesh.get_rank() % devices.count(kind))
         dtype = dtype or (None if kind == "cpu" else torch.bfloat16)
         trained = load_trained(source, device="cpu" if group else place, dtype=dtype)
         model = trained.model
@@ -130,7 +134,7 @@ class LLMEngine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do or to say."""
-        return self.scheduler.has_work or bool(self._aborted)
+        return self.scheduler.has_work or bool(self._aborted or self._out)
 
     def refusals(self, request: Request) -> list[Finding]:
         """Every reason why this engine cannot answer it."""
@@ -185,16 +189,23 @@ class LLMEngine:
         """Compute some tokens of what is under way, and say what is new of each answer."""
         outputs = [Output(id, [], "", "abort") for id in self._aborted]
         self._aborted.clear()
-        work = self.scheduler.schedule()
-        if not work:
+        while len(self._out) < self.runner.lanes and (work := self.scheduler.schedule()):
+            self.runner.start(pack(work, self.pool.block_size))
+            self._out.append(work)
+        if not self._out:
             return outputs
-        drawn = self._run(work)
-        return outputs + self._postprocess(work, drawn)
+        work, logits = self._out.popleft(), self.runner.finish()
+        return outputs + self._postprocess(work, self._draw(work, logits))
 
-    def _run(self, work: list[Work]) -> Drawn:
-        """The model over the new tokens, and a draw for every sequence whose newest token is among them."""
-        logits = self.runner.run(pack(work, self.pool.block_size))
-        return draw(logits, [self._row(item.sequence) for item in work if item.last])
+    def _draw(self, work: list[Work], logits: torch.Tensor) -> Drawn:
+        """A token for every sequence whose newest one was computed, and that nobody has aborted since."""
+        rows = [item for item in work if item.last]
+        kept = [r for r, item in enumerate(rows) if self._wanted(item.sequence)]
+        return draw(logits if len(kept) == len(rows) else logits[kept], [self._row(rows[r].sequence) for r in kept])
+
+    def _wanted(self, sequence: Sequence) -> bool:
+        answer = self._answers.get(sequence.request.id)
+        return answer is not None and answer.sequence is sequence
 
     def _row(self, sequence: Sequence) -> Row:
         answer, params = self._answers[sequence.request.id], sequence.request.params
@@ -206,6 +217,7 @@ class LLMEngine:
         outputs = []
         self._counts["steps"] += 1
         self._counts["computed_tokens"] += sum(item.count for item in work)
+        work = [item for item in work if self._wanted(item.sequence)]
         for item in work:
             self.scheduler.done(item)
         chosen = [item.sequence for item in work if item.last]
@@ -275,13 +287,12 @@ class LLMEngine:
 
     def follow(self) -> None:
         """On a rank that is not the first: compute what the first one says, until it closes."""
-        if not isinstance(self.runner, Leader):
-            raise DeviceError(findings=[Finding("tp", "1: there is nobody to follow")])
+        assert isinstance(self.runner, SharedRunner), "an engine of one rank has nobody to follow"
         self.runner.follow()
 
     def close(self) -> None:
         """Let the other ranks go. An engine of one rank has none."""
-        if isinstance(self.runner, Leader):
+        if isinstance(self.runner, SharedRunner):
             self.runner.close()
 
 

@@ -1,10 +1,20 @@
-"""Several ranks that hold one model together, by the tables of training. The first one schedules, draws and answers; each step
-it sends what to compute, as JSON over the CPU, and all compute it with their part of every matrix and of the cache.
+"""Several ranks that hold one model together, by the tables and the stages of training. The first one schedules, draws and
+answers; each step it sends what to compute, as JSON over the CPU, and all compute it with their part of model and cache.
+
+    tp ranks share every matrix, heads and their part of the cache: their exchanges are those of `parallel.tensor`
+    pp stages have layers behind each other: a message is the hidden states [T, D] of the new tokens to the next stage, and of
+    the last one the logits to the first rank. As many steps as stages are under way, each with its share of the sequences
+
+Every rank carries out the steps in the order in which they were sent, so a block that changes hands in between is first written
+by its old sequence and then by its new one, on every stage.
+
+Shapes: T new tokens of a step, D width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,90 +22,160 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.distributed import device as devices
 from meshwright.errors import DeviceError, Finding
 from meshwright.models.trunk import Trunk
+from meshwright.parallel.links import Links, pairs_of
+from meshwright.parallel.pipeline import cut
 from meshwright.parallel.tensor import split_tensors
 from meshwright.serve.runner import Packed, Runner
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
-__all__ = ["Leader", "ServingGroup"]
+__all__ = ["ServingGroup", "SharedRunner"]
 
 PATIENCE = timedelta(days=365)
 END = "null"
 
 
-@dataclass(frozen=True)
+@dataclass
 class ServingGroup:
-    """Ranks of a mesh with the axis "tp". control: the same ranks over the CPU (gloo), for what is no tensor of the model."""
+    """Ranks of a mesh with the axes "pp" and "tp". What `split` finds is in the fields after the first two.
+
+    control  all of them over the CPU (gloo), for what is no tensor of the model
+    span     layers [first, stop) that are here
+    links    to the neighbouring stages, for hidden states; None where there is one stage
+    back     the first and the last stage, for logits
+    """
 
     mesh: DeviceMesh
     control: dist.ProcessGroup
-    local_rank: int = 0
+    span: tuple[int, int] | None = None
+    links: Links | None = None
+    back: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, tp: int, local_rank: int | None = None) -> ServingGroup:
+    def join(cls, tp: int, pp: int = 1) -> ServingGroup:
         """All ranks of torch.distributed, which must be as many. Collective. Raises DeviceError."""
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != tp:
-            what = f"{tp} ranks are to hold the model together, and there {'is' if world == 1 else 'are'} {world}"
-            raise DeviceError(findings=[Finding("tp", what, "Start as many processes, or use another tp")])
-        kind = "cpu" if dist.get_backend() == "gloo" else str(torch.accelerator.current_accelerator())
-        layout = Layout(tp=tp)
+        if world != tp * pp:
+            what = f"tp {tp} and pp {pp} are {tp * pp} ranks, and there {'is' if world == 1 else 'are'} {world}"
+            raise DeviceError(findings=[Finding("tp, pp", what, "Start as many processes, or use another layout")])
+        layout = Layout(tp=tp, pp=pp)
         shape, names = tuple(size for _, size in layout.axes), tuple(name for name, _ in layout.axes)
-        mesh = DeviceMesh(kind, torch.arange(tp).view(shape), mesh_dim_names=names)
+        kind = "cpu" if dist.get_backend() == "gloo" else devices.pick()
+        mesh = DeviceMesh(kind, torch.arange(world).view(shape), mesh_dim_names=names)
         # ranks that follow wait in it for as long as nobody asks; one that dies closes its connections, which all notice
-        control = dist.new_group(backend="gloo", timeout=PATIENCE)
-        return cls(mesh, control, dist.get_rank() if local_rank is None else local_rank)
+        return cls(mesh, dist.new_group(backend="gloo", timeout=PATIENCE))
 
     @property
-    def size(self) -> int:
-        return self.mesh["tp"].size()
+    def stages(self) -> int:
+        return self.mesh["pp"].size()
+
+    @property
+    def stage(self) -> int:
+        return self.mesh.get_local_rank("pp")
 
     @property
     def leads(self) -> bool:
-        return self.mesh.get_local_rank("tp") == 0
+        return self.stage == 0 and self.mesh.get_local_rank("tp") == 0
 
     def split(self, model: Trunk) -> Trunk:
-        """Leaves this rank's part in it. Raises LayoutError where it does not divide."""
-        split_tensors(model, Plan(layout=Layout(tp=self.size), sequence_parallel=False), self.mesh)
+        """Leaves this rank's part in it. Collective. Raises LayoutError where it does not divide."""
+        plan = Plan(layout=Layout(tp=self.mesh["tp"].size(), pp=self.stages), sequence_parallel=False, schedule="gpipe")
+        stages = cut(model, plan, self.mesh)
+        split_tensors(model, plan, self.mesh)
+        if self.stages > 1:
+            self.span, self.links = stages.spans[self.stage], stages.links
+            self.back = pairs_of(self.mesh, "logits", 0, self.stages - 1)
         return model
 
-    def send(self, text: str) -> str:
-        """The first rank's text, not an empty one, on every rank."""
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if self.leads else None
-        size = torch.tensor([0 if data is None else data.numel()])
-        dist.broadcast(size, group=self.control, group_src=0)
-        if data is None:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, group=self.control, group_src=0)
-        return bytes(data.numpy()).decode()
 
+class SharedRunner:
+    """In the place of a runner on every rank of a group: `start` and `finish` on the first, `follow` on the others.
 
-class Leader:
-    """In the place of a runner on every rank of a group: `run` on the first, `follow` on the others.
-
-    blocks: what the rank with the least room has.
+    blocks: what the rank with the least room has. lanes: steps that are under way at the same time.
     """
 
     def __init__(self, runner: Runner, group: ServingGroup):
-        self.runner, self.group = runner, group
+        self.runner, self.group, self.lanes = runner, group, group.stages
         least = torch.tensor(runner.blocks)
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group.control)
         self.blocks = int(least)
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._results: deque[torch.Tensor | Packed] = deque()
 
-    def run(self, packed: Packed) -> torch.Tensor:
-        """As `Runner.run`."""
-        self.group.send(json.dumps(packed.to_json()))
-        return self.runner.run(packed)
+    # ---- on the first rank
+
+    def start(self, packed: Packed) -> None:
+        """As `Runner.start`: of several stages it computes the first, and does not wait for the others."""
+        self._tell(json.dumps(packed.to_json()))
+        output = self._compute(packed)
+        self._results.append(packed if output is None else output)
+
+    def finish(self) -> torch.Tensor:
+        """As `Runner.finish`."""
+        result = self._results.popleft()
+        if isinstance(result, torch.Tensor):
+            return result
+        runner = self.runner
+        logits = torch.empty(len(result.select), runner.model.config.vocab or 0, dtype=runner.dtype, device=runner.device)
+        if result.select:
+            dist.recv(logits, group=self.group.back, group_src=1)
+        return logits
+
+    def close(self) -> None:
+        """The others' `follow` returns."""
+        self._tell(END)
+        self._settle(0)
+
+    def _tell(self, text: str) -> None:
+        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        for tensor in (torch.tensor([data.numel()]), data):
+            self._keep(dist.broadcast(tensor, group=self.group.control, group_src=0, async_op=True), tensor)
+
+    # ---- on the others
 
     def follow(self) -> None:
         """Until `close` on the first rank."""
-        while True:
-            text = self.group.send("")
-            if text == END:
-                return
-            self.runner.run(Packed(**json.loads(text)))
+        back = self.group.back if self.group.mesh.get_local_rank("tp") == 0 else None
+        while (text := self._hear()) != END:
+            packed = Packed(**json.loads(text))
+            logits = self._compute(packed)
+            if back is not None and logits is not None and packed.select:
+                logits = logits.contiguous()
+                self._keep(dist.isend(logits, group=back, group_dst=0), logits)
+        self._settle(0)
 
-    def close(self) -> None:
-        self.group.send(END)
+    def _hear(self) -> str:
+        size = torch.empty(1, dtype=torch.int64)
+        dist.broadcast(size, group=self.group.control, group_src=0)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, group=self.group.control, group_src=0)
+        return bytes(data.numpy()).decode()
+
+    # ---- on all
+
+    def _compute(self, packed: Packed) -> torch.Tensor | None:
+        """This rank's part of a step: the logits where the last layer is here, else None and the next stage has the states."""
+        runner, links, stage = self.runner, self.group.links, self.group.stage
+        hidden = None
+        if links is not None and stage:
+            hidden = torch.empty(len(packed.tokens), runner.model.config.width, dtype=runner.dtype, device=runner.device)
+            links.receive(hidden, stage - 1).wait()
+        output = runner.run(packed, hidden)
+        if links is None or stage == self.group.stages - 1:
+            return output
+        output = output.contiguous()
+        self._keep(links.send(output, stage + 1), output)
+        return None
+
+    def _keep(self, sent: dist.Work | None, tensor: torch.Tensor) -> None:
+        """What is being sent stays alive. Few messages are at a time: the oldest one of more has long arrived."""
+        assert sent is not None
+        self._sent.append((sent, tensor))
+        self._settle(4 * self.lanes)
+
+    def _settle(self, most: int) -> None:
+        while len(self._sent) > most:
+            self._sent.popleft()[0].wait()

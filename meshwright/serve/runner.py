@@ -3,7 +3,7 @@
 The model is that of training. Here it gets tokens [1, T] of all sequences behind each other with the position of each, and in
 every layer an attention that looks into the pages; all else in it treats tokens one by one.
 
-Shapes: T new tokens, R sequences, H query heads, K key/value heads, E features of a head, L layers, V vocabulary.
+Shapes: T new tokens, D width, H query heads, K key/value heads, E features of a head, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from meshwright.kernels.paged_attention import Pages, paged_attention, write_pag
 from meshwright.models.layers import Attention, Layer
 from meshwright.models.moe import MoE
 from meshwright.models.rope import RopeTable
-from meshwright.models.trunk import Trunk
+from meshwright.models.trunk import Hidden, Trunk
 from meshwright.serve.scheduler import Work
 
 __all__ = ["Packed", "Runner", "block_bytes", "blocks_for", "longest", "pack"]
@@ -68,17 +68,33 @@ def pack(work: Listed[Work], block_size: int) -> Packed:
 
 
 class Runner:
-    """A decoder with a cache of `blocks` blocks. It takes the model over: its attention then needs the pages.
+    """A decoder, or some layers of one, with a cache of `blocks` blocks. It takes the model over: its attention then needs the
+    pages.
 
+    span: layers [first, stop) that are here; the embedding is before the first of all, the head after the last
     blocks: None sizes the cache, on an accelerator from what a full step leaves free. token_budget: of such a step.
     max_len: longest sequence that it can compute.
     Raises DeviceError where no sequence of the model's length fits.
     """
 
-    def __init__(self, model: Trunk, *, blocks: int | None, block_size: int, token_budget: int = 512, sequences: int = 64):
+    lanes = 1
+    """Steps that are under way at the same time."""
+
+    def __init__(
+        self,
+        model: Trunk,
+        *,
+        blocks: int | None,
+        block_size: int,
+        token_budget: int = 512,
+        sequences: int = 64,
+        span: tuple[int, int] | None = None,
+    ):
         self.model = model.eval().requires_grad_(False)
+        self.span = span or (0, len(model.layers))
         self.block_size, self.max_len = block_size, longest(model)
-        self.device, self.dtype = model.embedding.weight.device, model.embedding.weight.dtype
+        weight = next(model.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
         self._pages: Pages | None = None
         attentions = [layer.attention for layer in model.layers if isinstance(layer, Layer)]
         self._shapes = [_kv_shape(attention) for attention in attentions]
@@ -93,9 +109,19 @@ class Runner:
         self.blocks = self._size(token_budget, sequences) if blocks is None else blocks
         self._allocate(self.blocks)
 
+    def start(self, packed: Packed) -> None:
+        """Begin a step; `finish` gives its logits."""
+        self._logits = self.run(packed)
+
+    def finish(self) -> torch.Tensor:
+        """Logits [len(select), V] of the step that was started first."""
+        return self._logits
+
     @torch.inference_mode()
-    def run(self, packed: Packed) -> torch.Tensor:
-        """Logits [len(select), V] in the dtype of the weights; keys and values of all new tokens are in the cache."""
+    def run(self, packed: Packed, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Keys and values of all new tokens into the cache. Logits [len(select), V], or where the last layer is not here the
+        hidden states [T, D], in the dtype of the weights. hidden: [T, D] of the layer before, where the first one is not here.
+        """
 
         def on_device(values: list[Any]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
@@ -104,9 +130,17 @@ class Runner:
         tables = on_device([[*table, *[0] * (most - len(table))] for table in packed.tables])
         self._pages = Pages(on_device(packed.slots), tables, tuple(packed.counts), tuple(packed.lengths))
         select = on_device([packed.select or [0]])
-        logits = self.model(on_device([packed.tokens]), positions=on_device([packed.positions]), select=select)
+        output = self.model(
+            on_device([packed.tokens]),
+            positions=on_device([packed.positions]),
+            select=select,
+            hidden=None if hidden is None else hidden[None],
+            span=self.span,
+        )
         self._pages = None
-        return logits[0, : len(packed.select)]
+        if self.span[1] < len(self.model.layers):
+            return (output.x_BSD if isinstance(output, Hidden) else output)[0]
+        return output[0, : len(packed.select)]
 
     def attend(
         self, index: int, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, window: int | None
@@ -138,7 +172,8 @@ class Runner:
         self._allocate(-(-tokens // self.block_size))
         table = list(range(-(-tokens // self.block_size)))
         slots = list(range(tokens))
-        self.run(Packed([0] * tokens, slots, slots, [tokens], [tokens], [table], [tokens - 1]))
+        hidden = torch.zeros(tokens, self.model.config.width, dtype=self.dtype, device=self.device) if self.span[0] else None
+        self.run(Packed([0] * tokens, slots, slots, [tokens], [tokens], [table], [tokens - 1]), hidden)
         self._cache = []
         devices.synchronize(self.device)
 

@@ -31,6 +31,7 @@ class Sequence:
     tokens    prompt and answer so far
     computed  of them have keys and values in `blocks`
     digests   of the full blocks among those
+    out       a step that is not done has work of it
     """
 
     request: Request
@@ -39,6 +40,7 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    out: bool = False
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -71,17 +73,19 @@ class Work:
 
 
 class Scheduler:
-    """waiting: sequences in their order. running: those that have blocks. preemptions: how often one had to give them back."""
+    """waiting: sequences in their order. running: those that have blocks. preemptions: how often one had to give them back.
+    lanes: steps that are computed at the same time, as by the stages of a pipeline; each then has its share of the sequences.
+    """
 
-    def __init__(self, pool: BlockPool, *, max_running: int, token_budget: int):
+    def __init__(self, pool: BlockPool, *, max_running: int, token_budget: int, lanes: int = 1):
         findings = [
             Finding(name, f"{value!r} is not a whole number >= 1")
-            for name, value in (("max_running", max_running), ("token_budget", token_budget))
+            for name, value in (("max_running", max_running), ("token_budget", token_budget), ("lanes", lanes))
             if not isinstance(value, int) or isinstance(value, bool) or value < 1
         ]
         if findings:
             raise UserError(findings=findings)
-        self.pool, self.max_running, self.token_budget = pool, max_running, token_budget
+        self.pool, self.max_running, self.token_budget, self.lanes = pool, max_running, token_budget, lanes
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -99,25 +103,39 @@ class Scheduler:
         return sequence
 
     def schedule(self) -> list[Work]:
-        """The work of one step; empty only where nothing is under way. Blocks for it are in `Sequence.blocks`."""
-        plan: dict[Sequence, int] = {}
+        """The work of a step; empty only where nothing can be done before the work that is out is `done`. Blocks for it are in
+        `Sequence.blocks`."""
+        plan: list[Work] = []
         left, before = self.token_budget, self.preemptions
-        running = sorted(self.running, key=lambda sequence: sequence.order)
+        most = -(-min(len(self.running) + len(self.waiting), self.max_running) // self.lanes)
+        running = sorted((s for s in self.running if not s.out), key=lambda sequence: sequence.order)
         for decoding in (True, False):
             for sequence in running:
-                count = min(len(sequence.tokens) - sequence.computed, left)
-                if sequence.blocks and count and (len(sequence.tokens) - sequence.computed == 1) is decoding:
-                    left += self._make_room(sequence, sequence.computed + count, plan)
-                    if sequence.blocks:
-                        plan[sequence] = count
-                        left -= count
+                missing = len(sequence.tokens) - sequence.computed
+                count = min(missing, left)
+                if len(plan) == most or not count or (missing == 1) is not decoding:
+                    continue
+                if self._make_room(sequence, sequence.computed + count):
+                    plan.append(self._send_out(sequence, count))
+                    left -= count
         if self.preemptions == before:  # what was just given up is for those that run
-            self._admit(plan, left)
-        return [Work(sequence, sequence.computed, count) for sequence, count in plan.items()]
+            while left and self.waiting and len(plan) < most and len(self.running) < self.max_running:
+                sequence = self.waiting[0]
+                if not self._begin(sequence):
+                    break
+                count = min(len(sequence.tokens) - sequence.computed, left)
+                plan.append(self._send_out(sequence, count))
+                left -= count
+        return plan
+
+    def _send_out(self, sequence: Sequence, count: int) -> Work:
+        sequence.out = True
+        return Work(sequence, sequence.computed, count)
 
     def done(self, work: Work) -> None:
         """The keys and values of this work are in the cache."""
         sequence, size = work.sequence, self.pool.block_size
+        sequence.out = False
         sequence.computed = work.start + work.count
         while (len(sequence.digests) + 1) * size <= sequence.computed:
             index = len(sequence.digests)
@@ -143,18 +161,16 @@ class Scheduler:
         yield from self.waiting
         yield from self.running
 
-    def _make_room(self, sequence: Sequence, tokens: int, plan: dict[Sequence, int]) -> int:
-        """Blocks for so many tokens, at the cost of those that come last, itself included. Tokens of the step that it saved."""
-        saved = 0
+    def _make_room(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for so many tokens, at the cost of those that come last. False where it came last itself, or where all others
+        are out."""
         while sequence.blocks:
             taken = self.pool.take(self.pool.needed(tokens) - len(sequence.blocks))
             if taken is not None:
                 sequence.blocks.extend(taken)
-                break
-            victim = max(self.running, key=lambda other: other.order)
-            saved += plan.pop(victim, 0)
-            self._preempt(victim)
-        return saved
+                return True
+            self._preempt(max((other for other in self.running if not other.out), key=lambda other: other.order))
+        return False
 
     def _preempt(self, sequence: Sequence) -> None:
         self.preemptions += 1
@@ -168,14 +184,6 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks)
         sequence.blocks, sequence.digests, sequence.computed = [], [], 0
-
-    def _admit(self, plan: dict[Sequence, int], left: int) -> None:
-        for sequence in tuple(self.waiting):
-            if left <= 0 or len(self.running) >= self.max_running or not self._begin(sequence):
-                break
-            count = min(len(sequence.tokens) - sequence.computed, left)
-            plan[sequence] = count
-            left -= count
 
     def _begin(self, sequence: Sequence) -> bool:
         """Moves it to the running ones with blocks for all of its tokens; False where there is no room."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from meshwright.errors import UserError
 from meshwright.serve.cache import BlockPool, block_digest
 from meshwright.serve.request import Request
 from meshwright.serve.sampling import SamplingParams
-from meshwright.serve.scheduler import Scheduler, Sequence
+from meshwright.serve.scheduler import Scheduler, Sequence, Work
 
 
 def test_blocks_come_back_and_the_oldest_idle_one_is_forgotten():
@@ -95,32 +97,37 @@ def jobs(draw: st.DrawFn) -> tuple[list[tuple[list[int], int, int, int]], int, i
 
 
 @settings(max_examples=60, deadline=None)
-@given(jobs(), st.booleans(), st.data())
-def test_everyone_ends_and_no_block_is_lost(job, prefix: bool, data: st.DataObject):
+@given(jobs(), st.booleans(), st.integers(1, 3), st.data())
+def test_everyone_ends_and_no_block_is_lost(job, prefix: bool, lanes: int, data: st.DataObject):
     """Mutations tried: a preempted sequence keeps its blocks; `give_back` forgets a holder of a shared block; `_begin` counts
-    an idle block of the prefix as free too; `find` may cover the whole prompt; a sequence preempted after it was planned stays
-    in the plan; `learn` of a block before it is full. Each is red."""
+    an idle block of the prefix as free too; `find` may cover the whole prompt; a sequence that is out can be preempted, or
+    scheduled again; `learn` of a block before it is full. Each is red."""
     requests, size, blocks, running, budget = job
     pool = BlockPool(blocks, size, prefix=prefix)
-    scheduler = Scheduler(pool, max_running=running, token_budget=budget)
+    scheduler = Scheduler(pool, max_running=running, token_budget=budget, lanes=lanes)
     store, answers, aborted = Store(pool), {}, set()
-    wanted = {}
+    wanted: dict[int, Sequence] = {}
+    out: deque[list[Work]] = deque()
     step = 0
     while scheduler.has_work or step <= 6:
         for number, (prompt, answer, priority, at) in enumerate(requests):
             if at == step:
                 params = SamplingParams(max_tokens=answer)
                 wanted[number] = scheduler.add(Request(str(number), tuple(prompt), params, priority, float(number)))
-        work = scheduler.schedule()
-        scheduler.check()
-        assert bool(work) == scheduler.has_work, "something is under way, and nothing is done"
-        assert sum(item.count for item in work) <= budget and len({item.sequence for item in work}) == len(work)
-        for item in work:
-            assert item.start == item.sequence.computed and item.count > 0
-            store.compute(item.sequence, item.start, item.count)
-        for item in work:
-            scheduler.done(item)
+        while len(out) < lanes and (work := scheduler.schedule()):
+            scheduler.check()
+            assert sum(item.count for item in work) <= budget and len({item.sequence for item in work}) == len(work)
+            assert not {item.sequence for item in work} & {item.sequence for other in out for item in other}
+            for item in work:
+                assert item.start == item.sequence.computed and item.count > 0
+                store.compute(item.sequence, item.start, item.count)
+            out.append(work)
+        assert bool(out) == scheduler.has_work, "something is under way, and nothing is done"
+        for item in out.popleft() if out else ():
             sequence = item.sequence
+            if sequence.request.id in aborted:
+                continue
+            scheduler.done(item)
             if item.last:
                 sequence.tokens.append((sum(sequence.tokens) + len(sequence.tokens)) % 2)
                 if sequence.answered >= sequence.request.params.max_tokens:
@@ -131,6 +138,8 @@ def test_everyone_ends_and_no_block_is_lost(job, prefix: bool, data: st.DataObje
             aborted.add(gone.request.id)
             scheduler.remove(gone)
         scheduler.check()
+        if not scheduler.has_work:
+            out.clear()  # of aborted ones alone
         step += 1
         assert step < 2000
     assert pool.held == 0
@@ -173,3 +182,39 @@ def test_priority_goes_before_arrival_and_the_last_one_gives_way():
     scheduler.remove(late)
     (work,) = scheduler.schedule()
     assert (work.sequence, work.start, work.count) == (early, 2, 1)  # its first block was known
+
+
+def test_known_blocks_that_nobody_holds_are_not_counted_as_free():
+    scheduler = Scheduler(BlockPool(5, 2), max_running=4, token_budget=8)
+
+    def add(id: str, *tokens: int) -> Sequence:
+        return scheduler.add(Request(id, tokens, SamplingParams()))
+
+    def step() -> list[Sequence]:
+        work = scheduler.schedule()
+        for item in work:
+            scheduler.done(item)
+        return [item.sequence for item in work]
+
+    first = add("first", 1, 2, 3, 4)
+    assert step() == [first]
+    scheduler.remove(first)
+    other = add("other", 9, 9)
+    assert step() == [other]
+    again = add("again", 1, 2, 3, 4, 5, 6, 7)  # four blocks, two of them known and idle, of the four that nobody holds
+    assert step() == []  # one must stay for `other`, which waits for its token
+    scheduler.remove(other)
+    assert step() == [again] and again.computed == 7 and scheduler.pool.hits == 4
+    scheduler.check()
+
+
+def test_lanes_share_the_sequences():
+    scheduler = Scheduler(BlockPool(20, 2), max_running=8, token_budget=8, lanes=2)
+    sequences = [scheduler.add(Request(str(n), (n,), SamplingParams())) for n in range(4)]
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert [[item.sequence for item in work] for work in (first, second)] == [sequences[:2], sequences[2:]]
+    assert scheduler.schedule() == []
+    for item in first:
+        scheduler.done(item)
+        item.sequence.tokens.append(7)
+    assert [item.sequence for item in scheduler.schedule()] == sequences[:2]

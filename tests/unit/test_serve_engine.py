@@ -293,11 +293,15 @@ class Says:
     def __init__(self, runner: Runner, prompt: int, tokens: list[int], vocab: int):
         self.blocks, self.prompt, self.tokens, self.vocab = runner.blocks, prompt, tokens, vocab
 
-    def run(self, packed: Any) -> torch.Tensor:
-        logits = torch.zeros(len(packed.select), self.vocab)
+    lanes = 1
+
+    def start(self, packed: Any) -> None:
+        self.logits = torch.zeros(len(packed.select), self.vocab)
         for row, index in enumerate(packed.select):
-            logits[row, self.tokens[packed.positions[index] + 1 - self.prompt]] = 9.0
-        return logits
+            self.logits[row, self.tokens[packed.positions[index] + 1 - self.prompt]] = 9.0
+
+    def finish(self) -> torch.Tensor:
+        return self.logits
 
 
 @pytest.fixture(scope="module")

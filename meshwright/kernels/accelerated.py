@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["optimizer_kernels", "softmax_rows"]
+__all__ = ["optimizer_kernels", "paged_kernel", "softmax_rows"]
 
 
 @functools.cache
@@ -33,3 +33,15 @@ def softmax_rows(device: torch.device) -> Callable[..., Any] | None:
 def optimizer_kernels(device: torch.device) -> ModuleType | None:
     """A module with the one-pass `adamw_` and `sgd_` for tensors on `device`, or None."""
     return None if device.type == "cpu" else _kernels()
+
+
+@functools.cache
+def paged_kernel(device: torch.device) -> Callable[..., Any] | None:
+    """`paged_attention` of `kernels.paged_triton` for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import paged_triton
+    except ImportError:
+        return None
+    return paged_triton.paged_attention

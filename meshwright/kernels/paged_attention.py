@@ -1,5 +1,5 @@
-"""Attention of new tokens over keys and values that lie in pages: gather + `scaled_dot_product_attention`, on any device. It is
-the oracle of faster ways, and the way of a CPU.
+"""Attention of new tokens over keys and values that lie in pages. On a CPU it is gather + `scaled_dot_product_attention`, which
+is also the oracle of the kernel that does it elsewhere (`kernels.paged_triton`).
 
 Shapes: T new tokens of R sequences, H query heads, K key/value heads, E features of a head, P pages of N tokens, M most pages
 of a sequence, C most tokens of a sequence (M N).
@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["Pages", "paged_attention", "write_pages"]
+from meshwright.kernels.accelerated import paged_kernel
+
+__all__ = ["QUERIES", "Pages", "Rows", "gathered_attention", "paged_attention", "write_pages"]
+
+QUERIES = 16
+"""Queries of a sequence with more than one new token that a program of the kernel has."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,37 @@ class Pages:
     tables: torch.Tensor
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
+
+    @cached_property
+    def on_device(self) -> Rows:
+        """What a kernel asks of the sequences; made once a step, for all layers."""
+        starts = [0, *itertools.accumulate(self.counts)]
+        single = [row for row, count in enumerate(self.counts) if count == 1]
+        blocks = [(row, q) for row, count in enumerate(self.counts) if count > 1 for q in range(0, count, QUERIES)]
+
+        def sent(values: list[Any], *shape: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32).view(*shape).to(self.slots.device, non_blocking=True)
+
+        return Rows(
+            sent(starts[:-1], -1),
+            sent(list(self.counts), -1),
+            sent(list(self.lengths), -1),
+            sent([(row, 0) for row in single], -1, 2),
+            sent([starts[row] for row in single], -1).long(),
+            sent(blocks, -1, 2),
+        )
+
+
+class Rows(NamedTuple):
+    """starts, counts, lengths: int32 [R]. single: (row, 0) of those with one new token, single_tokens: where that is. blocks:
+    (row, first query) of QUERIES queries each, of the others."""
+
+    starts: torch.Tensor
+    counts: torch.Tensor
+    lengths: torch.Tensor
+    single: torch.Tensor
+    single_tokens: torch.Tensor
+    blocks: torch.Tensor
 
 
 def write_pages(k_TKE: torch.Tensor, v_TKE: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: Pages) -> None:
@@ -51,6 +89,23 @@ def paged_attention(
 
     keys, values  [P, N, K, E]; those of the new tokens are in them already
     window        keys a query sees, itself included. scale: default 1/sqrt(E)
+    """
+    kernel = paged_kernel(q_THE.device)
+    attend = gathered_attention if kernel is None else kernel
+    return attend(q_THE, keys, values, pages, window=window, scale=scale)
+
+
+def gathered_attention(
+    q_THE: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    pages: Pages,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """What `paged_attention` computes, on any device.
+
     Sequences with one new token go together, others one by one: padding them to each other would cost more.
     """
     out_THE = torch.empty_like(q_THE)

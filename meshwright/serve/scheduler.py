@@ -162,14 +162,17 @@ class Scheduler:
         yield from self.running
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
-        """Blocks for so many tokens, at the cost of those that come last. False where it came last itself, or where all others
-        are out."""
+        """Blocks for so many tokens, at the cost of those that come last. False where it came last itself, or where the last
+        one is out and must be waited for."""
         while sequence.blocks:
             taken = self.pool.take(self.pool.needed(tokens) - len(sequence.blocks))
             if taken is not None:
                 sequence.blocks.extend(taken)
                 return True
-            self._preempt(max((other for other in self.running if not other.out), key=lambda other: other.order))
+            last = max(self.running, key=lambda other: other.order)
+            if last.out:
+                break
+            self._preempt(last)
         return False
 
     def _preempt(self, sequence: Sequence) -> None:

@@ -100,8 +100,8 @@ def jobs(draw: st.DrawFn) -> tuple[list[tuple[list[int], int, int, int]], int, i
 @given(jobs(), st.booleans(), st.integers(1, 3), st.data())
 def test_everyone_ends_and_no_block_is_lost(job, prefix: bool, lanes: int, data: st.DataObject):
     """Mutations tried: a preempted sequence keeps its blocks; `give_back` forgets a holder of a shared block; `_begin` counts
-    an idle block of the prefix as free too; `find` may cover the whole prompt; a sequence that is out can be preempted, or
-    scheduled again; `learn` of a block before it is full. Each is red."""
+    an idle block of the prefix as free too; `find` may cover the whole prompt; a sequence that is out is scheduled again;
+    `learn` of a block before it is full. Each is red."""
     requests, size, blocks, running, budget = job
     pool = BlockPool(blocks, size, prefix=prefix)
     scheduler = Scheduler(pool, max_running=running, token_budget=budget, lanes=lanes)
@@ -218,3 +218,23 @@ def test_lanes_share_the_sequences():
         scheduler.done(item)
         item.sequence.tokens.append(7)
     assert [item.sequence for item in scheduler.schedule()] == sequences[:2]
+
+
+def test_what_is_out_keeps_its_blocks():
+    # Mutation tried: a sequence that is out can be preempted: red.
+    scheduler = Scheduler(BlockPool(3, 2), max_running=4, token_budget=8, lanes=2)
+    first, second = (scheduler.add(Request(str(n), (n, n), SamplingParams())) for n in range(2))
+    (work,), (other,) = scheduler.schedule(), scheduler.schedule()
+    assert (work.sequence, other.sequence) == (first, second)
+    for _ in range(2):  # into the last block
+        scheduler.done(work)
+        first.tokens.append(9)
+        (work,) = scheduler.schedule()
+        assert work.sequence is first
+    scheduler.done(work)
+    first.tokens.append(9)
+    assert scheduler.schedule() == [] and len(first.blocks) == 2 and len(second.blocks) == 1
+    scheduler.done(other)
+    (work,) = scheduler.schedule()
+    assert work.sequence is first and second.blocks == [] and scheduler.preemptions == 1
+    scheduler.check()

@@ -83,8 +83,9 @@ class ExchangedExperts(Experts):
         self.gate_rows, self.activation = experts.gate_rows, experts.activation
         self.up, self.down = experts.up, experts.down
         self.key, self.ranks = key, ranks
+        # how many rows come is known to the device alone. Not a decorator: it would load torch's compiler at every start
+        self.forward = torch.compiler.disable(self.forward)  # type: ignore[method-assign]
 
-    @torch.compiler.disable  # how many rows come is known to the device alone
     def forward(self, x_TD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """As `Experts.forward`; x is sorted by expert, hence by rank."""
         ranks, here = self.ranks, self.up.shape[0]

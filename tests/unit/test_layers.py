@@ -175,3 +175,22 @@ def test_help_imports_nothing_heavy_and_is_quick(args: list[str]):
         if seconds[-1] <= 0.3:
             break
     assert min(seconds) <= 0.6, f"meshwright {' '.join(args)} took {min(seconds):.2f} s; it should take 0.3 s"
+
+
+CHECK_START = """
+import sys
+import torch.distributed
+before = 'torch._dynamo' in sys.modules
+import meshwright.runtime.worker
+from meshwright.config.schema import ModelConfig
+from meshwright.models import build
+build(ModelConfig(layers=1, width=8, heads=2, ffn=16, vocab=9, positions='learned'), 'lm')
+print('loaded' if 'torch._dynamo' in sys.modules and not before else 'light')
+"""
+
+
+def test_a_start_does_not_load_the_compiler():
+    """It takes more than a second of every rank. Red with an `nn.Embedding` that draws its values on meta, and with a
+    decorator of `torch.compiler`."""
+    done = subprocess.run([sys.executable, "-c", CHECK_START], capture_output=True, text=True, env=os.environ, timeout=120)
+    assert done.stdout.split() == ["light"], done.stdout + done.stderr

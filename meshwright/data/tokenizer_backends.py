@@ -22,7 +22,7 @@ def open_backend(path: Path) -> tuple[Any, dict[str, Any]]:
     config = _read_config(file.parent)
     if file.suffix == ".model":
         return SentencePiece(_read(file), file), config
-    return HuggingFace(_text(file), file), config
+    return HuggingFace(_text(file, "not a tokenizer.json: "), file), config
 
 
 def _file_in(folder: Path) -> Path:
@@ -43,11 +43,11 @@ def _read(file: Path) -> bytes:
         raise _error(file, f"cannot be read: {error.strerror}") from None
 
 
-def _text(file: Path) -> str:
+def _text(file: Path, otherwise: str = "") -> str:
     try:
         return _read(file).decode("utf-8")
     except UnicodeDecodeError:
-        raise _error(file, "the file is not UTF-8 text") from None
+        raise _error(file, f"{otherwise}the file is not UTF-8 text") from None
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class ServeCommand:
             fix = "Start one server a copy and put a balancer before them"
             findings.append(Finding("--dp", "one server has one copy of the model", fix))
         if self.engine.get("pp", 1) != 1:
-            findings.append(Finding("--pp", "the engine does not split layers over devices", "Use --tp"))
+            findings.append(Finding("--pp", "the server starts ranks for tensor parallelism only", "Use --tp"))
         if self.engine.get("dtype", "fp32") not in DTYPES:
             findings.append(Finding("--dtype", f"{self.engine['dtype']!r} is unknown", f"Known: {', '.join(DTYPES)}"))
         return findings, keys

@@ -40,7 +40,7 @@ def test_mistakes_are_told_together_before_anything_is_loaded(capsys: pytest.Cap
     args = ["serve", str(tmp_path / "none"), "--host", "0.0.0.0", "--dp", "2", "--pp", "2", "--dtype", "fp4"]
     assert main(args) == 2
     said = capsys.readouterr().err
-    for part in ("--host: 0.0.0.0 is reached from other machines", "--dp: one server", "--pp: the engine", "'fp4' is unknown"):
+    for part in ("--host: 0.0.0.0 is reached from other machines", "--dp: one server", "--pp: the server", "'fp4' is unknown"):
         assert part in said
     assert main([*args[:2], "--api-key-file", str(tmp_path / "keys")]) == 2
     assert "keys: cannot be read" in capsys.readouterr().err

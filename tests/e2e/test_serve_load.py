@@ -53,7 +53,7 @@ GENERATING = [name for name in hf_models.MODELS if "bert" not in name and "ernie
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_tokens_of_transformers(name: str, tmp_path: Path):
-    """Every family, from the folder that transformers wrote. Mutation tried: frequencies of rope_theta 10000 for all: red."""
+    """Every family, from the folder that transformers wrote."""
     theirs = hf_models.saved(name, tmp_path)
     Tokenizer.train([], 262).save(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))

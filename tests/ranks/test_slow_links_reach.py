@@ -66,7 +66,11 @@ def losses(sync: dict[str, Any]) -> list[float]:
     return run(Case(config, data, STEPS), plan, layout_mesh(plan.layout), joined()).losses
 
 
-@pytest.mark.parametrize("name", METHODS)
+QUICK = ("every step", "diloco")
+"""In the short tests; the others take as long each."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in METHODS])
 def test_four_replicas_reach_the_stated_loss(ranks, name):
     found = ranks(4).run(losses, METHODS[name])[0]
     assert found[0] > 3.0

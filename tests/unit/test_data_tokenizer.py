@@ -207,6 +207,7 @@ def test_pieces_of_real_text_give_the_ids_of_the_whole(trained: Tokenizer, monke
     assert trained.encode_batch(texts) == whole
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("unit", ["a", "训"])
 @pytest.mark.parametrize("split", [True, False])
 def test_time_grows_linearly_without_spaces(unit: str, split: bool, trained: Tokenizer) -> None:

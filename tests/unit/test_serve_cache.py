@@ -100,8 +100,8 @@ def jobs(draw: st.DrawFn) -> tuple[list[tuple[list[int], int, int, int]], int, i
 @given(jobs(), st.booleans(), st.integers(1, 3), st.data())
 def test_everyone_ends_and_no_block_is_lost(job, prefix: bool, lanes: int, data: st.DataObject):
     """Mutations tried: a preempted sequence keeps its blocks; `give_back` forgets a holder of a shared block; `_begin` counts
-    an idle block of the prefix as free too; `find` may cover the whole prompt; a sequence that is out is scheduled again;
-    `learn` of a block before it is full. Each is red."""
+    an idle block of the prefix as free too, and keeps none for each running sequence; `find` may cover the whole prompt; a
+    sequence that is out is scheduled again; `learn` of a block before it is full. Each is red."""
     requests, size, blocks, running, budget = job
     pool = BlockPool(blocks, size, prefix=prefix)
     scheduler = Scheduler(pool, max_running=running, token_budget=budget, lanes=lanes)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from meshwright.bench.measure import GIB, Laps, figures
 from meshwright.bench.synthetic import RandomRows
 from meshwright.bench.workloads import WORKLOADS, Workload
 from meshwright.config.schema import ModelConfig
 from meshwright.data.batch import IGNORE
 from meshwright.distributed import device as devices
 
-__all__ = ["Job", "TorchRows", "parse", "report", "skip", "small"]
+__all__ = ["Job", "TorchRows", "loader", "measured", "parse", "report", "skip", "small"]
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,33 @@ class TorchRows(Dataset[dict[str, torch.Tensor]]):
             every[torch.from_numpy(row.select)[chosen]] = labels[chosen]
             labels = every
         return {"input_ids": tokens, "labels": labels}
+
+
+def loader(job: Job) -> DataLoader[dict[str, torch.Tensor]]:
+    """This rank's rows of every step, in the order of the workload."""
+    data = TorchRows(job.workload, job.steps * job.workload.rows * job.world)
+    return DataLoader(
+        data,
+        batch_size=job.workload.rows,
+        sampler=DistributedSampler(data, job.world, job.rank, shuffle=False),
+        num_workers=0 if job.device.type == "cpu" else 2,
+        pin_memory=job.device.type != "cpu",
+    )
+
+
+def measured(job: Job, engine: str, laps: Laps, losses: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The record of a loop that marked a lap and kept a loss after every step."""
+    seconds = laps.seconds()[job.warm - 1 :]  # the first lap is the second step
+    memory = devices.memory(job.device)
+    return figures(
+        engine,
+        seconds,
+        rows=job.workload.rows * job.world,
+        seq_len=job.workload.seq_len,
+        losses=(float(losses[0]), float(losses[-1])),
+        peak_gib=memory.allocated_peak / GIB,
+        reserved_gib=memory.reserved_peak / GIB,
+    )
 
 
 def report(job: Job, record: dict[str, Any]) -> None:

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, DistributedSampler
 
-from meshwright.bench.measure import GIB, Laps, figures
+from meshwright.bench.measure import Laps
 from meshwright.bench.peers import PEERS
-from meshwright.bench.peers.common import Job, TorchRows, parse, report
+from meshwright.bench.peers.common import Job, loader, measured, parse, report
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed import device as devices
 
@@ -53,7 +52,7 @@ def main() -> None:
 
 
 def train(job: Job) -> None:
-    workload, device = job.workload, job.device
+    device = job.device
     model: nn.Module = EncoderModel(job.model, job.vocab).to(device)
     if job.world > 1:
         ids = None if device.type == "cpu" else [job.local_rank]
@@ -61,16 +60,8 @@ def train(job: Job) -> None:
     if device.type != "cpu" and not job.flags.eager:
         model = torch.compile(model)  # type: ignore[assignment]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
-    data = TorchRows(workload, job.steps * workload.rows * job.world)
-    loader = DataLoader(
-        data,
-        batch_size=workload.rows,
-        sampler=DistributedSampler(data, job.world, job.rank, shuffle=False),
-        num_workers=0 if device.type == "cpu" else 2,
-        pin_memory=device.type != "cpu",
-    )
     laps, losses = Laps(device), []
-    for batch in loader:
+    for batch in loader(job):
         tokens, labels = (batch[name].to(device, non_blocking=True) for name in ("input_ids", "labels"))
         with torch.autocast(device.type, torch.bfloat16):
             logits = model(tokens)
@@ -80,18 +71,7 @@ def train(job: Job) -> None:
         optimizer.zero_grad()
         losses.append(loss.detach())
         laps.mark()
-    seconds = laps.seconds()[job.warm - 1 :]  # the first lap is the second step
-    memory = devices.memory(device)
-    record = figures(
-        "ddp",
-        seconds,
-        rows=workload.rows * job.world,
-        seq_len=workload.seq_len,
-        losses=(float(losses[0]), float(losses[-1])),
-        peak_gib=memory.allocated_peak / GIB,
-        reserved_gib=memory.reserved_peak / GIB,
-    )
-    report(job, record)
+    report(job, measured(job, "ddp", laps, losses))
 
 
 if __name__ == "__main__":

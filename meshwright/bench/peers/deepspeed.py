@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, DistributedSampler
 
-from meshwright.bench.measure import GIB, Laps, figures
+from meshwright.bench.measure import Laps
 from meshwright.bench.peers import PEERS
-from meshwright.bench.peers.common import Job, TorchRows, parse, report
+from meshwright.bench.peers.common import Job, loader, measured, parse, report
 from meshwright.bench.peers.ddp import EncoderModel
 from meshwright.distributed import device as devices
 
@@ -54,21 +53,12 @@ def settings(job: Job, stage: int) -> dict[str, Any]:
 def train(job: Job, stage: int) -> None:
     import deepspeed
 
-    workload = job.workload
     model = EncoderModel(job.model, job.vocab)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings(job, stage))
     if job.device.type != "cpu" and stage < 3:
         engine.compile()
-    data = TorchRows(workload, job.steps * workload.rows * job.world)
-    loader = DataLoader(
-        data,
-        batch_size=workload.rows,
-        sampler=DistributedSampler(data, job.world, job.rank, shuffle=False),
-        num_workers=0 if job.device.type == "cpu" else 2,
-        pin_memory=job.device.type != "cpu",
-    )
     laps, losses = Laps(job.device), []
-    for batch in loader:
+    for batch in loader(job):
         tokens, labels = (batch[name].to(job.device, non_blocking=True) for name in ("input_ids", "labels"))
         logits = engine(tokens).flatten(0, 1)
         loss = F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), labels.flatten())
@@ -76,18 +66,7 @@ def train(job: Job, stage: int) -> None:
         engine.step()
         losses.append(loss.detach())
         laps.mark()
-    seconds = laps.seconds()[job.warm - 1 :]  # the first lap is the second step
-    memory = devices.memory(job.device)
-    record = figures(
-        f"deepspeed-{stage}",
-        seconds,
-        rows=workload.rows * job.world,
-        seq_len=workload.seq_len,
-        losses=(float(losses[0]), float(losses[-1])),
-        peak_gib=memory.allocated_peak / GIB,
-        reserved_gib=memory.reserved_peak / GIB,
-    )
-    report(job, record)
+    report(job, measured(job, f"deepspeed-{stage}", laps, losses))
 
 
 if __name__ == "__main__":

@@ -39,10 +39,19 @@ class Pages:
     lengths: tuple[int, ...]
 
     @cached_property
+    def starts(self) -> list[int]:
+        """Where the new tokens of each sequence begin, and of all end."""
+        return [0, *itertools.accumulate(self.counts)]
+
+    @cached_property
+    def single(self) -> list[int]:
+        """Sequences with one new token."""
+        return [row for row, count in enumerate(self.counts) if count == 1]
+
+    @cached_property
     def on_device(self) -> Rows:
         """What a kernel asks of the sequences; made once a step, for all layers."""
-        starts = [0, *itertools.accumulate(self.counts)]
-        single = [row for row, count in enumerate(self.counts) if count == 1]
+        starts, single = self.starts, self.single
         blocks = [(row, q) for row, count in enumerate(self.counts) if count > 1 for q in range(0, count, QUERIES)]
 
         def sent(values: list[Any], *shape: int) -> torch.Tensor:
@@ -109,9 +118,8 @@ def gathered_attention(
     Sequences with one new token go together, others one by one: padding them to each other would cost more.
     """
     out_THE = torch.empty_like(q_THE)
-    starts = [0, *itertools.accumulate(pages.counts)]
-    single = [row for row, count in enumerate(pages.counts) if count == 1]
-    groups = [single] if single else []
+    starts = pages.starts
+    groups = [pages.single] if pages.single else []
     groups += [[row] for row, count in enumerate(pages.counts) if count > 1]
     for rows in groups:
         count = pages.counts[rows[0]]

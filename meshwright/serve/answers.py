@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -96,7 +97,7 @@ class Answer:
         return sum(values) / len(values) if values else -math.inf
 
 
-class Answers:
+class Answers(ABC):
     """The answers to one HTTP request: `each` to every prompt, numbered through."""
 
     prefix: Literal["cmpl", "chatcmpl"]
@@ -147,11 +148,13 @@ class Answers:
     def openings(self) -> list[bytes]:
         return []
 
+    @abstractmethod
     def chunk(self, index: int, output: Any) -> bytes:
-        raise NotImplementedError
+        """The event for what is new of answer `index`."""
 
+    @abstractmethod
     def last(self) -> bytes:
-        raise NotImplementedError
+        """The event with the usage."""
 
 
 class CompletionAnswers(Answers):

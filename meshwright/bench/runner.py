@@ -90,6 +90,8 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
         if settings.out is not None:
             settings.out.mkdir(parents=True, exist_ok=True)
         look(settings, outcome, shell, say)
+        if settings.out is not None:
+            save(outcome, settings.out)
         for task in planned(settings, outcome) * settings.repeat:
             timeout = min(settings.timeout, until - time.monotonic())
             if timeout < min(_SHORTEST, settings.timeout):
@@ -100,8 +102,6 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
             say(json.dumps({"workload": task.workload, "gpus": task.gpus, **shown, "engine": task.engine}))
             if settings.out is not None:  # after each, so that a benchmark that is killed keeps what it has
                 save(outcome, settings.out)
-        if settings.out is not None:
-            save(outcome, settings.out)
     return outcome
 
 

@@ -155,10 +155,10 @@ class Lesson:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in tuples, lists, dictionaries, dataclasses and plain objects."""
+    """Tensors in tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
     elif isinstance(value, tuple | list):

@@ -47,7 +47,7 @@ from meshwright.parallel.split_backward import Deferral, deferred_linear
 from meshwright.spec.box import Box
 from meshwright.spec.placement import Placement
 from meshwright.spec.plan import Plan
-from meshwright.spec.sharding import head_split, tensor_findings, tensor_placements, vocabulary_split
+from meshwright.spec.sharding import head_split, nearest_multiples, tensor_findings, tensor_placements, vocabulary_split
 
 __all__ = ["split_tensors"]
 
@@ -313,8 +313,7 @@ class Merge(nn.Module):
 
 def _check_length(length: int, ranks: int) -> None:
     if length % ranks:
-        near = sorted({length // ranks * ranks or ranks, -(-length // ranks) * ranks})
-        fix = f"Use rows of {' or '.join(map(str, near))}, another tp, or sequence_parallel: false"
+        fix = f"Use rows of {nearest_multiples(length, ranks)}, another tp, or sequence_parallel: false"
         raise LayoutError(findings=[Finding("data.seq_len", f"{length} positions do not divide over {ranks} ranks", fix)])
 
 

@@ -7,12 +7,13 @@ a tensor inside (texts, numbers) has an entry a row where it has as many as ther
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from meshwright.errors import DataError, Finding
+from meshwright.parallel.lesson import tensors_in
 
 __all__ = ["Split", "move", "rows_of", "split_rows"]
 
@@ -20,26 +21,12 @@ Split = Callable[[Any, int], list[Any]]
 """(batch, n) to n batches of its rows, in order; for batches that `split_rows` cannot cut."""
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, tuple | list):
-        for value in batch:
-            yield from _tensors(value)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for part in dataclasses.fields(batch):
-            yield from _tensors(getattr(batch, part.name))
-
-
 def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
     """The same structure with `change` of every leaf; a list or tuple without tensors is a leaf."""
     if isinstance(batch, Mapping):
         values = {key: _mapped(value, change) for key, value in batch.items()}
         return values if type(batch) is dict else type(batch)(values)  # type: ignore[call-arg]  # mappings are made from one
-    if isinstance(batch, tuple | list) and next(_tensors(batch), None) is not None:
+    if isinstance(batch, tuple | list) and next(tensors_in(batch), None) is not None:
         parts = [_mapped(value, change) for value in batch]
         if hasattr(batch, "_fields"):
             return type(batch)(*parts)
@@ -52,7 +39,7 @@ def _mapped(batch: Any, change: Callable[[Any], Any]) -> Any:
 
 def rows_of(batch: Any) -> int | None:
     """Rows of a batch; None where its tensors do not agree on them, or where there are none."""
-    sizes = {tensor.shape[0] for tensor in _tensors(batch) if tensor.dim()}
+    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -72,7 +59,7 @@ def split_rows(batch: Any, ways: int) -> list[Any]:
     """
     rows = rows_of(batch)
     if rows is None:
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in _tensors(batch)) or "no tensor"
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_in(batch)) or "no tensor"
         fix = "Give run.parallelize(..., split=function of (batch, n) that returns n batches)"
         raise DataError(findings=[Finding("batch", f"cannot be cut into rows: it holds {shapes}", fix)])
     return [_cut(batch, first, last, rows) for first, last in (share(rows, ways, place) for place in range(ways))]

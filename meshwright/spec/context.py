@@ -13,7 +13,7 @@ import math
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import Finding
 from meshwright.spec.plan import Plan
-from meshwright.spec.sharding import head_split
+from meshwright.spec.sharding import head_split, nearest_multiples
 
 __all__ = [
     "chunk_unit",
@@ -97,8 +97,7 @@ def length_finding(length: int, ranks: int, pairs: bool, tp: int = 1) -> Finding
     unit = ranks * math.lcm(chunk // ranks, tp)
     if length % unit == 0:
         return None
-    near = sorted({length // unit * unit or unit, -(-length // unit) * unit})
     how = f"{chunk} chunks, two a rank, of cp {ranks}" if pairs else f"cp {ranks} ranks"
     how += f", each over tp {tp}" if tp > 1 else ""
-    fix = f"Use data.seq_len {' or '.join(map(str, near))}, or another cp"
+    fix = f"Use data.seq_len {nearest_multiples(length, unit)}, or another cp"
     return Finding("layout.cp", f"rows of {length} tokens do not divide into {how}", fix)

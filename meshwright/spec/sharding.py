@@ -28,6 +28,7 @@ __all__ = [
     "feature_width",
     "head_split",
     "nearest_divisors",
+    "nearest_multiples",
     "parameter_shapes",
     "spread",
     "tensor_findings",
@@ -261,6 +262,12 @@ def tensor_findings(config: ModelConfig, tp: int) -> list[Finding]:
         for what, count in least.items()
         if count < tp
     ]
+
+
+def nearest_multiples(length: int, unit: int) -> str:
+    """The multiples of `unit` next to `length`, below and above: "64 or 68"."""
+    near = sorted({length // unit * unit or unit, -(-length // unit) * unit})
+    return " or ".join(map(str, near))
 
 
 def nearest_divisors(wanted: int, *numbers: int) -> str:

@@ -43,12 +43,19 @@ def main() -> None:
     parser.add_argument("--tokens", help="file of int32 tokens (.npy) to read rows from; default: random rows")
     parser.add_argument("--rows", type=int, help="of the global batch; default: the workload's on every device")
     parser.add_argument("--lr", type=float)
+    parser.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate rises")
+    parser.add_argument("--seq", type=int, help="positions of a row; default: the workload's")
+    parser.add_argument("--model", type=json.loads, default={}, help="JSON: fields of the model that differ from the workload's")
     parser.add_argument("--until", type=float, help="loss whose first step and seconds are told (mean of 10 steps)")
     parser.add_argument("--profile")
     args = parser.parse_args()
-    workload, world, device_type = WORKLOADS[args.workload], read_world(), devices.pick()
+    world, device_type = read_world(), devices.pick()
+    workload = WORKLOADS[args.workload]
+    seq_len = args.seq or workload.seq_len
+    workload = replace(workload, model={**workload.model, **args.model}, seq_len=seq_len)
     config = workload.config(devices=world.world, steps=args.steps, folder=args.folder, precision=args.precision)
     changed: dict[str, Any] = {"batch": args.rows or config.train.batch, "lr": args.lr or config.train.lr}
+    changed["schedule"] = config.train.schedule.model_copy(update={"warmup": args.warmup})
     config = config.model_copy(update={"train": config.train.model_copy(update=changed)})
     if args.dropout is not None:
         model = config.model.model_copy(update={"dropout": args.dropout, "attention_dropout": args.dropout})

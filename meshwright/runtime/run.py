@@ -163,17 +163,22 @@ class Run:
         training.clip, training.stop = clip, on_nonfinite == "stop"
         training.optimizers = tuple(ParallelOptimizer(each, training, number) for number, each in enumerate(optimizers))
         self.notes += [*subject.notes, *engine.notes]
-        place, ways = data_rank(mesh)
-        dealt = [
-            UserLoader(each, ranks=self.ranks, place=place, ways=ways, mode=batch, seed=self.seed, split=split)
-            for each in listed(loader, object)
-        ]
+        dealt = self._deal(loader, data_rank(mesh), batch, split)
         training.loader = dealt[0] if dealt else None
-        self._loaders += dealt
         self._add(training)
         if isinstance(subject.given, AdoptedModule):
-            subject.given.lay_out(engine, (place, ways), self.rank)
+            subject.given.lay_out(engine, data_rank(mesh), self.rank)
         return subject.given, as_given(optimizer, training.optimizers), as_given(loader, dealt)
+
+    def _deal(self, loader: Any, place: tuple[int, int], mode: str, split: Split) -> list[UserLoader]:
+        """Each of the given loaders as this rank iterates it. place: this rank among those with rows of their own."""
+        rank, ways = place
+        dealt = [
+            UserLoader(each, ranks=self.ranks, place=rank, ways=ways, mode=mode, seed=self.seed, split=split)
+            for each in listed(loader, object)
+        ]
+        self._loaders += dealt
+        return dealt
 
     def _add(self, training: Training) -> None:
         self._trainings.append(training)

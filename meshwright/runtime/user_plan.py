@@ -102,6 +102,8 @@ def _from_parts(given: Any, parameters: int, world: int, device_bytes: int | Non
 
 
 def _first_that_fits(parameters: int, world: int, device_bytes: int | None, weights: str, moments: int) -> Layout:
+    """Data parallelism, then ZeRO-1, 2, 3. `runtime.choose.layouts` begins with ZeRO-1, for it knows model and optimizer; an
+    optimizer of the user's own may need whole tensors, which plain data parallelism alone always has."""
     plain = Layout(dp_replicate=world)
     if device_bytes is None or world == 1:
         return plain

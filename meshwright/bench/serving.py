@@ -1,0 +1,120 @@
+"""Our own side of a serving measurement: an engine with random weights of a recipe, and random prompts, all queued at once.
+
+python -m meshwright.bench.serving llama-1b --requests 256 --prompt 512 --answer 256 [--running 256] [--smoke]
+
+An answer has exactly `--answer` tokens, temperature 0. Prints one line of JSON: tokens of answers a second, steps, seconds of
+the median step in which every sequence has one new token, and the share of the device's copy rate that its bytes are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from meshwright.bench.measure import GIB
+from meshwright.config.recipes import recipe
+from meshwright.config.schema import ModelConfig
+from meshwright.distributed import device as devices
+from meshwright.models.initialize import materialise
+from meshwright.models.registry import build
+from meshwright.models.trunk import Trunk
+from meshwright.serve.engine import LLMEngine
+from meshwright.serve.request import Request
+from meshwright.serve.sampling import SamplingParams
+
+SMALL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512, "max_len": 512}
+
+
+def main() -> None:
+    args = arguments()
+    config = ModelConfig(**{**recipe(args.recipe), **(SMALL if args.smoke else {})})
+    engine = engine_of(config, args)
+    prompts = prompts_of(config.vocab or 0, args)
+    if args.warm:
+        measure(engine, prompts[: args.running or args.requests], 8)
+    print(json.dumps({**measure(engine, prompts, args.answer), **said(engine, args)}), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--answer", type=int, default=256, help="tokens of each answer")
+    parser.add_argument("--running", type=int, help="sequences at a time; default: all")
+    parser.add_argument("--budget", type=int, default=4096, help="tokens of a step")
+    parser.add_argument("--block", type=int, default=16, help="tokens of a block of the cache")
+    parser.add_argument("--no-warm", dest="warm", action="store_false")
+    parser.add_argument("--smoke", action="store_true", help="tiny numbers in place of the recipe's")
+    return parser.parse_args()
+
+
+def engine_of(config: ModelConfig, args: argparse.Namespace) -> LLMEngine:
+    """An engine of the recipe's shape, bf16 on an accelerator."""
+    kind = devices.pick()
+    model = build(config, "lm", torch.float32 if kind == "cpu" else torch.bfloat16)
+    assert isinstance(model, Trunk), "a recipe with a language-model head"
+    device = devices.rank_device(kind, 0)
+    devices.set_current(device)
+    materialise(model, device)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+    running = args.running or args.requests
+    return LLMEngine(model, max_running=running, token_budget=max(args.budget, running), block_size=args.block, prefix=False)
+
+
+def prompts_of(vocab: int, args: argparse.Namespace) -> list[tuple[int, ...]]:
+    draw = random.Random(0)
+    return [tuple(draw.randrange(vocab) for _ in range(args.prompt)) for _ in range(args.requests)]
+
+
+def measure(engine: LLMEngine, prompts: list[tuple[int, ...]], answer: int) -> dict[str, Any]:
+    """All prompts to their end. decode: seconds of the steps in which nothing but single tokens was computed."""
+    params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
+    device = engine.runner.device
+    devices.synchronize(device)
+    start = time.perf_counter()
+    for number, tokens in enumerate(prompts):
+        engine.add(Request(str(number), tokens, params))
+    made, decode, first = 0, [], None
+    while engine.has_work:
+        before, running = engine.stats()["computed_tokens"], len(engine.scheduler.running)
+        at = time.perf_counter()
+        made += sum(len(output.tokens) for output in engine.step())
+        first = first or (time.perf_counter() - start if made else None)
+        if engine.stats()["computed_tokens"] - before == running == len(prompts):
+            decode.append(time.perf_counter() - at)
+    seconds = time.perf_counter() - start
+    return {
+        "engine": "meshwright",
+        "output_tokens_per_s": made / seconds,
+        "tokens": made,
+        "seconds": seconds,
+        "first_token": first,
+        "decode_step": statistics.median(decode) if decode else None,
+        "decode_steps": len(decode),
+    }
+
+
+def said(engine: LLMEngine, args: argparse.Namespace) -> dict[str, Any]:
+    memory = devices.memory(engine.runner.device)
+    return {
+        "requests": args.requests,
+        "prompt": args.prompt,
+        "answer": args.answer,
+        "blocks": engine.pool.blocks,
+        "steps": engine.stats()["steps"],
+        "peak_gib": memory.allocated_peak / GIB,
+    }
+
+
+if __name__ == "__main__":
+    main()

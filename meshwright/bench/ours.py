@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float)
     parser.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate rises")
     parser.add_argument("--seq", type=int, help="positions of a row; default: the workload's")
-    parser.add_argument("--model", type=json.loads, default={}, help="JSON: fields of the model that differ from the workload's")
+    parser.add_argument("--model", type=json.loads, default={}, help="JSON: fields of the model that are not the workload's")
     parser.add_argument("--until", type=float, help="loss whose first step and seconds are told (mean of 10 steps)")
     parser.add_argument("--profile")
     args = parser.parse_args()

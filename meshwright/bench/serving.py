@@ -34,11 +34,13 @@ SMALL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab
 def main() -> None:
     args = arguments()
     config = ModelConfig(**{**recipe(args.recipe), **(SMALL if args.smoke else {})})
-    engine = engine_of(config, args)
+    device = devices.rank_device(devices.pick(), 0)
+    devices.set_current(device)
+    engine = engine_of(config, device, args)
     prompts = prompts_of(config.vocab or 0, args)
     if args.warm:
-        measure(engine, prompts[: args.running or args.requests], 8)
-    print(json.dumps({**measure(engine, prompts, args.answer), **said(engine, args)}), flush=True)
+        measure(engine, device, prompts[: args.running or args.requests], 8)
+    print(json.dumps({**measure(engine, device, prompts, args.answer), **said(engine, device, args)}), flush=True)
 
 
 def arguments() -> argparse.Namespace:
@@ -55,13 +57,10 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def engine_of(config: ModelConfig, args: argparse.Namespace) -> LLMEngine:
+def engine_of(config: ModelConfig, device: torch.device, args: argparse.Namespace) -> LLMEngine:
     """An engine of the recipe's shape, bf16 on an accelerator."""
-    kind = devices.pick()
-    model = build(config, "lm", torch.float32 if kind == "cpu" else torch.bfloat16)
+    model = build(config, "lm", torch.float32 if device.type == "cpu" else torch.bfloat16)
     assert isinstance(model, Trunk), "a recipe with a language-model head"
-    device = devices.rank_device(kind, 0)
-    devices.set_current(device)
     materialise(model, device)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -76,10 +75,9 @@ def prompts_of(vocab: int, args: argparse.Namespace) -> list[tuple[int, ...]]:
     return [tuple(draw.randrange(vocab) for _ in range(args.prompt)) for _ in range(args.requests)]
 
 
-def measure(engine: LLMEngine, prompts: list[tuple[int, ...]], answer: int) -> dict[str, Any]:
+def measure(engine: LLMEngine, device: torch.device, prompts: list[tuple[int, ...]], answer: int) -> dict[str, Any]:
     """All prompts to their end. decode: seconds of the steps in which nothing but single tokens was computed."""
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
-    device = engine.runner.device
     devices.synchronize(device)
     start = time.perf_counter()
     for number, tokens in enumerate(prompts):
@@ -104,8 +102,8 @@ def measure(engine: LLMEngine, prompts: list[tuple[int, ...]], answer: int) -> d
     }
 
 
-def said(engine: LLMEngine, args: argparse.Namespace) -> dict[str, Any]:
-    memory = devices.memory(engine.runner.device)
+def said(engine: LLMEngine, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:
+    memory = devices.memory(device)
     return {
         "requests": args.requests,
         "prompt": args.prompt,

@@ -369,3 +369,27 @@ def test_failed_engine_is_a_row_and_the_budget_ends(tmp_path: Path, monkeypatch:
 def test_help_has_an_example() -> None:
     done = subprocess.run([sys.executable, "-m", "meshwright", "bench", "--help"], capture_output=True, text=True, check=True)
     assert "bench strategies --workloads" in done.stdout
+
+
+def test_serving_counts_every_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # Red when the warm-up's tokens count, or an answer may end early.
+    from meshwright.bench import serving
+
+    line = "serving llama-1b --smoke --requests 3 --prompt 20 --answer 9"
+    monkeypatch.setattr("sys.argv", line.split())
+    serving.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["tokens"] == 27 and found["decode_steps"] == 8 and 0 < found["first_token"] < found["seconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["simple_transformer", "text_classifier"])
+@pytest.mark.parametrize("engine", ["ours", "ddp"])
+def test_scripts_of_examples_beside_each_other(script: str, engine: str) -> None:
+    sizes = "--layers 1 --width 32 --positions 16 --batch 8 --steps 4 --warm 2".split()
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*start, "-m", "meshwright.bench.peers.script", script, "--engine", engine, *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["engine"] == engine and found["samples_per_s"] == pytest.approx(8 / found["seconds"])

@@ -46,7 +46,7 @@ class Script:
 
 
 def simple_transformer(args: argparse.Namespace) -> Script:
-    import simple_transformer as example  # type: ignore[import-not-found]
+    import simple_transformer as example
 
     sizes = {"layers": args.layers, "width": args.width, "positions": args.positions}
     text = Path(example.__file__).read_bytes()
@@ -62,7 +62,7 @@ def simple_transformer(args: argparse.Namespace) -> Script:
 
 
 def text_classifier(args: argparse.Namespace) -> Script:
-    import text_classifier as example  # type: ignore[import-not-found]
+    import text_classifier as example
 
     lines = (example.DATA / "desk-train.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]

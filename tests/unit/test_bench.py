@@ -386,7 +386,7 @@ def test_serving_counts_every_token(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 @pytest.mark.parametrize("script", ["simple_transformer", "text_classifier"])
 @pytest.mark.parametrize("engine", ["ours", "ddp"])
 def test_scripts_of_examples_beside_each_other(script: str, engine: str) -> None:
-    sizes = "--layers 1 --width 32 --positions 16 --batch 8 --steps 4 --warm 2".split()
+    sizes = ["--layers", "1", "--width", "32", "--positions", "16", "--batch", "8", "--steps", "4", "--warm", "2"]
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*start, "-m", "meshwright.bench.peers.script", script, "--engine", engine, *sizes]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -23,8 +23,8 @@ from tests.parity.models import MODELS, ROWS, STEPS, case_of, rows_of
 
 
 def cells() -> list[Any]:
-    """The array, those beside each other that share what is compiled; of the compiled cells, each of which takes as long as
-    thirty others, one a layout, the rest among the slow."""
+    """The array, those beside each other, and on one worker, that share what is compiled; of the compiled cells, each of which
+    takes as long as thirty others, one a layout, the rest among the slow."""
     met: set[str] = set()
     slow: set[str] = set()
     for cell in array.load():
@@ -32,7 +32,13 @@ def cells() -> list[Any]:
             slow |= {cell.id} if cell.layout in met else set()
             met.add(cell.layout)
     ordered = sorted(array.load(), key=lambda cell: (cell.world, compiled_alike(cell)))
-    return [pytest.param(cell, id=cell.id, marks=[pytest.mark.slow] if cell.id in slow else []) for cell in ordered]
+    params = []
+    for cell in ordered:
+        marks = [pytest.mark.slow] if cell.id in slow else []
+        if cell.compile != "off":
+            marks.append(pytest.mark.xdist_group(f"compiled {cell.world} {compiled_alike(cell)}"))
+        params.append(pytest.param(cell, id=cell.id, marks=marks))
+    return params
 
 
 @pytest.mark.parametrize("cell", cells())

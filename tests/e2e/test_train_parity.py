@@ -60,7 +60,7 @@ def test_in_fp32_the_first_20_losses_agree_to_1e_5(ranks, tmp_path):
         assert furthest(tmp_path / f"on-{nproc}", tmp_path / "on-1", "loss") <= 1e-5
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_micro_batches_of_1_2_and_5_rows_are_one_and_the_same(ranks, tmp_path, nproc):
     config = e2e.settings(tmp_path / "config.yaml", train={"ema": 0.9}, evaluate={"every": 10}, precision="fp64")
     for micro in (10, 5, 2, 1):

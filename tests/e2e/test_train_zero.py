@@ -21,6 +21,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow  # the resumes below train under four of them
 def test_every_layout_trains_as_one_rank_does(ranks, tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", train={"ema": 0.9}, evaluate={"every": 10}, precision="fp64")
     e2e.train_in(ranks(1), config, tmp_path / "one")

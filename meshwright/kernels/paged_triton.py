@@ -42,6 +42,8 @@ def _attend(
     counts_ptr,
     lengths_ptr,
     table_width,
+    q_token,
+    q_head,
     heads,
     kv_heads,
     features,
@@ -78,7 +80,8 @@ def _attend(
     inside = real[:, None] & (column < features)[None, :]
     position = length - count + query
     place = (start + query)[:, None] * heads * features + head[:, None] * features + column[None, :]
-    q = tl.load(q_ptr + place, mask=inside, other=0.0)
+    q_place = (start + query)[:, None] * q_token + head[:, None] * q_head + column[None, :]
+    q = tl.load(q_ptr + q_place, mask=inside, other=0.0)
 
     begin = 0
     end = tl.minimum(length, length - count + first + queries)
@@ -161,12 +164,12 @@ def paged_attention(
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """As `kernels.paged_attention.paged_attention`; contiguous tensors."""
+    """As `kernels.paged_attention.paged_attention`; pages and tables are contiguous, and the features of a query's head are."""
     if isinstance(pages, Singles):
         longest = pages.tables.shape[1] * keys.shape[1]
     else:
         longest = pages.longest_single if pages.single else 0
-    out_THE = torch.empty_like(q_THE)
+    out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     heads, features = q_THE.shape[1:]
     kv_heads, page = keys.shape[2], keys.shape[1]
     wide = torch.promote_types(q_THE.dtype, torch.float32)
@@ -190,6 +193,8 @@ def paged_attention(
             rows.counts,
             rows.lengths,
             pages.tables.shape[1],
+            q_THE.stride(0),
+            q_THE.stride(1),
             heads,
             kv_heads,
             features,

@@ -134,9 +134,9 @@ class Scheduler:
         return plan
 
     def ahead(self, work: list[Work]) -> list[Work]:
-        """The step after `work`, which is out, as far as it is certain before that is done: one token more of each sequence. For
-        one that turns out to end it is computed for nothing. Empty where something else comes first: a prompt is not done or
-        could begin, or blocks are short."""
+        """The step after `work`, which is out, as far as it is certain before that is done: one token more of each sequence.
+        For one that turns out to end it is computed for nothing. Empty where something else comes first: a prompt is not done
+        or could begin, or blocks are short."""
         fed = [(row, item) for row, item in enumerate(work) if item.sequence.blocks]
         if len(fed) != len(self.running) or not all(item.last for item in work):
             return []

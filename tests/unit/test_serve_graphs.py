@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch
 from meshwright.distributed import device as devices
 from meshwright.serve.engine import LLMEngine
 from meshwright.serve.graphs import padded_length, padded_rows
-from meshwright.serve.packed import Packed
+from meshwright.serve.packed import Packed, Packer
 from meshwright.serve.request import Output, Request
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampling import SamplingParams
+from meshwright.serve.scheduler import Sequence, Work
 from tests.unit.test_serve_engine import FAMILIES, answers, check, engine_of, expected, greedy, prompts, tokens_of
 
 replayed = functools.partial(engine_of, graphs=True)
@@ -54,8 +56,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[Replaying]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padded_steps_of_every_family(family: str, ahead: bool):
-    """Five sequences in rows for eight. Mutations tried, each red: rows of padding write to the first page; they are as long as
-    the longest sequence, in its page; the rows' tokens of the step before are taken in another order; nothing is fed."""
+    """Five sequences in rows for eight. Mutations tried, each red: the tokens of the step before are taken in another order;
+    nothing is fed; a sequence that runs again writes its blocks behind those that it had."""
     check(replayed(family, token_budget=6, ahead=ahead), family)
 
 
@@ -115,32 +117,36 @@ def test_rows_of_padding_touch_nobodys_page():
 # ---- the next step before the last one is seen
 
 
-def story(**options: Any) -> tuple[dict[str, list[Output]], dict[str, float]]:
-    """Requests of all kinds, some of which come or are aborted on the way, in fp64."""
-    engine = engine_of(blocks=30, max_running=5, token_budget=16, **options)
-    ends = {0: greedy(12, stop_ids=(expected("llama", tuple(prompts(9)[0]), 12)[5],)), 5: greedy(9, min_tokens=3)}
+def story(**options: Any) -> tuple[dict[str, list[Output]], list[str]]:
+    """Requests of all kinds, some of which come or are aborted on the way, in fp64; and the order in which steps were started
+    and seen."""
+    engine = engine_of(blocks=45, max_running=5, token_budget=16, **options)
+    said = launches(engine)
+    first = expected("llama", tuple(prompts(9)[0]), 12)
     kinds = {
-        1: SamplingParams(seed=1, max_tokens=9, logprobs=2),
-        2: SamplingParams(seed=2, max_tokens=7, top_k=5, top_p=0.9),
-        3: greedy(10, repetition_penalty=1.3),
-        4: greedy(8, logprobs=0),
+        0: greedy(12, stop_ids=(first[8],), min_tokens=8),
+        1: SamplingParams(seed=1, max_tokens=14, logprobs=2),
+        2: SamplingParams(seed=2, max_tokens=17, top_k=5, top_p=0.9),
+        4: greedy(15, logprobs=0),
+        5: greedy(9, stop_ids=(expected("llama", tuple(prompts(9)[5]), 2)[1],), min_tokens=2),
         6: greedy(8, logit_bias={7: 3.0}),
+        8: greedy(10, repetition_penalty=6.0),
     }
-    requests = [Request(str(n), tuple(p), {**ends, **kinds}.get(n, greedy(10))) for n, p in enumerate(prompts(9))]
+    requests = [Request(str(n), tuple(p), kinds.get(n, greedy(16))) for n, p in enumerate(prompts(9))]
     found: dict[str, list[Output]] = {request.id: [] for request in requests}
     late = requests[5:]
     for request in requests[:5]:
         engine.add(request)
     while engine.has_work or late:
-        if late and sum(map(len, found.values())) > 9 * (5 - len(late)):
-            engine.add(late.pop())
+        if late and sum(map(len, found.values())) > 16 * (5 - len(late)):
+            engine.add(late.pop(0))
         for output in engine.step():
             found[output.id].append(output)
         if len(found["7"]) == 4:
             engine.abort("7")
         engine.scheduler.check()
     assert engine.pool.held == 0
-    return found, engine.stats()
+    return found, said
 
 
 def told(outputs: list[Output]) -> tuple[list[int], list[Any], str | None]:
@@ -150,16 +156,19 @@ def told(outputs: list[Output]) -> tuple[list[int], list[Any], str | None]:
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_ahead_or_not_the_answers_are_the_same(graphs: bool):
-    """Mutations tried, each red: a random number of the position before; penalties do not count as needing the host; an answer
-    that ended gets the token that was computed ahead; the minimum of tokens counted without the one that is not here yet."""
-    plain, _ = story(graphs=False, ahead=False)
-    found, _ = story(graphs=graphs, ahead=True)
+    """Mutations tried, each red: a random number of the position before; the next step goes on with the largest logit where a
+    token was drawn; penalties do not count as needing the host; min_tokens counted without the token that is not here yet."""
+    plain, one_by_one = story(graphs=False, ahead=False)
+    found, said = story(graphs=graphs, ahead=True)
+    assert one_by_one == ["start", "seen"] * (len(one_by_one) // 2)
+    under_way = list(itertools.accumulate(1 if what == "start" else -1 for what in said))
+    assert max(under_way) == 2 and under_way.count(2) >= 10
     assert {id: told(outputs) for id, outputs in found.items()} == {id: told(outputs) for id, outputs in plain.items()}
     assert plain["7"][-1].finish == "abort" and plain["0"][-1].finish == "stop"
 
 
-
-def launches(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def launches(engine: LLMEngine) -> list[str]:
+    """What it does from now on: steps are started, and their results are seen."""
     said: list[str] = []
     start, postprocess = engine.runner.start, engine._postprocess
 
@@ -171,15 +180,14 @@ def launches(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         said.append("seen")
         return postprocess(*args)
 
-    monkeypatch.setattr(engine.runner, "start", started)
-    monkeypatch.setattr(engine, "_postprocess", seen)
+    engine.runner.start, engine._postprocess = started, seen  # type: ignore[method-assign]
     return said
 
 
-def test_the_next_step_is_launched_before_the_last_one_is_seen(monkeypatch: pytest.MonkeyPatch):
+def test_the_next_step_is_launched_before_the_last_one_is_seen():
     """One more than needed where only the host sees the end; none where it is known. Mutation tried: `ahead` always empty."""
     engine = engine_of(ahead=True)
-    said = launches(engine, monkeypatch)
+    said = launches(engine)
     answers(engine, [Request("a", (5, 6), greedy(4))])
     assert said == ["start", "start", "seen", "start", "seen", "start", "seen", "seen"]
     said.clear()
@@ -188,6 +196,25 @@ def test_the_next_step_is_launched_before_the_last_one_is_seen(monkeypatch: pyte
     said.clear()
     answers(engine, [Request("a", (5, 6), greedy(3, presence_penalty=0.5))])
     assert said == ["start", "seen"] * 3
+
+
+def test_a_step_that_was_ahead_writes_where_nobody_looks():
+    """The one that ended gives its blocks back while its last step is under way; they go to the next prompt at once."""
+    end = expected("llama", (5, 6), 3)[2]
+    engine = engine_of(graphs=True, ahead=True, blocks=3, prefix=False)
+    requests = [Request("ends", (5, 6), greedy(9, stop_ids=(end,))), Request("next", tuple(range(9)), greedy(3))]
+    found = answers(engine, requests)
+    assert tokens_of(found["next"]) == expected("llama", tuple(range(9)), 3)
+
+
+def test_a_seat_that_changes_hands():
+    """Mutation tried: blocks are written down where their number differs, whoever has them: red."""
+    packer = Packer(1, 2, 4)
+    for blocks in ([3, 1], [0, 2]):
+        sequence = Sequence(Request("a", (7, 8, 9), greedy()), 0, [7, 8, 9], blocks=blocks, seat=0)
+        packed = packer.pack([Work(sequence, 0, 3, True)])
+        assert packed.tables.tolist() == [blocks] and packed.slots.tolist() == [2 * blocks[0], 2 * blocks[0] + 1, 2 * blocks[1]]
+        assert packed.tokens.tolist() == [7, 8, 9] and packed.positions.tolist() == [0, 1, 2] and not packed.single
 
 
 def test_a_prompt_does_not_wait_for_steps_ahead():

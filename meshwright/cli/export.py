@@ -67,16 +67,17 @@ def register(app: typer.Typer) -> None:
         idle |= {} if to is Target.onnx else {"--int8": int8}
         idle |= {} if to is Target.triton else {"--name": name}
         _refuse(idle, to)
-        if to is Target.hf:
-            return _huggingface(source, out, family, dtype, shard_mib or 4096, compare or How.auto)
-        from meshwright.config.schema import Source as DataSource
         from meshwright.export.graph import Checks, export_onnx, export_torch, missing
         from meshwright.export.hf import source_kind
-        from meshwright.export.triton import export_triton
         from meshwright.runtime.exporting import check_target, labelled_rows, load_source
 
         source_kind(source)
         check_target(out, missing(to.value) if to is Target.onnx else [])
+        if to is Target.hf:
+            return _huggingface(source, out, family, dtype, shard_mib or 4096, compare or How.auto)
+        from meshwright.config.schema import Source as DataSource
+        from meshwright.export.triton import export_triton
+
         found = load_source(source)
         rows = labelled_rows(found, DataSource(path=data, text_key=text_key, label_key=label_key)) if data else ()
         checks = Checks(repeat, length, rows)

@@ -111,7 +111,10 @@ def _quiet() -> Iterator[None]:
 def _traced(plain: PlainModel) -> torch.export.ExportedProgram:
     arguments, dims = example(plain)
     with _quiet(), torch.no_grad():
-        return torch.export.export(plain, arguments, dynamic_shapes=dims, strict=False)
+        program = torch.export.export(plain, arguments, dynamic_shapes=dims, strict=False)
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # else every file has paths of this machine, many times over
+    return program
 
 
 def write_onnx(plain: PlainModel, file: Path) -> None:

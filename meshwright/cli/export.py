@@ -11,7 +11,8 @@ import typer
 from meshwright.cli.convert import Dtype, How, compared, torch_dtype
 
 if TYPE_CHECKING:
-    from meshwright.export.graph import GraphFile
+    from meshwright.export.graph import Checks, GraphFile
+    from meshwright.export.source import Source
 
 EXAMPLE = (
     "Examples: meshwright export runs/quickstart --to hf --out exported;  "
@@ -50,10 +51,10 @@ def register(app: typer.Typer) -> None:
         output: Output | None = typer.Option(None, help="onnx, torch, triton: what the graph gives; default: logits."),
         int8: bool | None = typer.Option(None, "--int8/--no-int8", help="onnx: write model.int8.onnx too; default: yes."),
         data: str | None = typer.Option(None, help="Labelled rows on which a classifier's accuracy is told."),
-        text_key: str = typer.Option("text", help="Key of their text."),
-        label_key: str = typer.Option("label", help="Key of their label."),
-        repeat: int = typer.Option(20, min=1, help="Rows that are timed."),
-        length: int = typer.Option(128, min=1, help="Tokens of such a row, at most the model's max_len."),
+        text_key: str | None = typer.Option(None, help="--data: key of the text; default: text."),
+        label_key: str | None = typer.Option(None, help="--data: key of the label; default: label."),
+        repeat: int | None = typer.Option(None, min=1, help="onnx, torch, triton: rows that are timed; default: 20."),
+        length: int | None = typer.Option(None, min=1, help="Tokens of such a row, at most the model's max_len; default: 128."),
         name: str | None = typer.Option(None, help="triton: name of the model; default: that of SOURCE."),
         json: bool = typer.Option(False, "--json", help="onnx, torch, triton: print one JSON object."),
     ) -> int:
@@ -61,13 +62,15 @@ def register(app: typer.Typer) -> None:
 
         Exit code 1 if they disagree.
         """
-        graph = {"--output": output, "--data": data, "--json": json or None}
+        timed = {"--repeat": repeat, "--length": length}
+        keys = {"--text-key": text_key, "--label-key": label_key}
+        graph: dict[str, Any] = {"--output": output, "--data": data, "--json": json or None, **timed, **keys}
         huggingface = {"--family": family, "--dtype": dtype, "--shard-mib": shard_mib, "--compare": compare}
-        idle: dict[str, Any] = dict(graph) if to is Target.hf else dict(huggingface)
+        idle = dict(graph) if to is Target.hf else {**huggingface, **({} if data else keys)}
         idle |= {} if to is Target.onnx else {"--int8": int8}
         idle |= {} if to is Target.triton else {"--name": name}
-        _refuse(idle, to)
-        from meshwright.export.graph import Checks, export_onnx, export_torch, missing
+        _refuse(idle, f"with --to {to.value}" + ("" if data or to is Target.hf else " and without --data"))
+        from meshwright.export.graph import Checks, missing
         from meshwright.export.hf import source_kind
         from meshwright.runtime.exporting import check_target, labelled_rows, load_source
 
@@ -76,27 +79,32 @@ def register(app: typer.Typer) -> None:
         if to is Target.hf:
             return _huggingface(source, out, family, dtype, shard_mib or 4096, compare or How.auto)
         from meshwright.config.schema import Source as DataSource
-        from meshwright.export.triton import export_triton
 
         found = load_source(source)
-        rows = labelled_rows(found, DataSource(path=data, text_key=text_key, label_key=label_key)) if data else ()
-        checks = Checks(repeat, length, rows)
-        kind = (output or Output.logits).value
-        if to is Target.onnx:
-            files = export_onnx(found, out, output=kind, int8=int8 is not False, checks=checks)
-        elif to is Target.torch:
-            files = export_torch(found, out, output=kind, checks=checks)
-        else:
-            files = export_triton(found, out, name=name, output=kind, checks=checks)
-        return _say(files, out, min(length, found.config.max_len), json)
+        if to is Target.triton and found.task == "lm":
+            _refuse(timed, "for a decoder, of which nothing is timed")
+        keyed = {"text_key": text_key or "text", "label_key": label_key or "label"}
+        rows = labelled_rows(found, DataSource(path=data, **keyed)) if data else ()
+        checks = Checks(repeat or 20, length or 128, rows)
+        files = _graph(found, to, out, (output or Output.logits).value, int8 is not False, name, checks)
+        return _say(files, out, min(checks.length, found.config.max_len), json)
 
 
-def _refuse(idle: dict[str, Any], to: Target) -> None:
+def _graph(source: Source, to: Target, out: Path, output: str, int8: bool, name: str | None, checks: Checks) -> list[GraphFile]:
+    from meshwright.export.graph import export_onnx, export_torch
+    from meshwright.export.triton import export_triton
+
+    if to is Target.onnx:
+        return export_onnx(source, out, output=output, int8=int8, checks=checks)
+    if to is Target.torch:
+        return export_torch(source, out, output=output, checks=checks)
+    return export_triton(source, out, name=name, output=output, checks=checks)
+
+
+def _refuse(idle: dict[str, Any], why: str) -> None:
     from meshwright.errors import ConfigError, Finding
 
-    findings = [
-        Finding(flag, f"has no effect with --to {to.value}", "Remove it") for flag, value in idle.items() if value is not None
-    ]
+    findings = [Finding(flag, f"has no effect {why}", "Remove it") for flag, value in idle.items() if value is not None]
     if findings:
         raise ConfigError(findings=findings)
 

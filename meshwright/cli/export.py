@@ -70,6 +70,8 @@ def register(app: typer.Typer) -> None:
         idle |= {} if to is Target.onnx else {"--int8": int8}
         idle |= {} if to is Target.triton else {"--name": name}
         _refuse(idle, f"with --to {to.value}" + ("" if data or to is Target.hf else " and without --data"))
+        if output is Output.embeddings:
+            _refuse({"--data": data}, "with --output embeddings, which name no class")
         from meshwright.export.graph import Checks, missing
         from meshwright.export.hf import source_kind
         from meshwright.runtime.exporting import check_target, labelled_rows, load_source

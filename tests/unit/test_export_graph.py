@@ -160,6 +160,7 @@ def test_missing_packages_are_named_with_the_command(tmp_path: Path, monkeypatch
         (["gpt2", "--to", "torch", "--out", "x", "--data", "rows.jsonl"], "gpt2 is no classifier"),
         (["gpt2", "--to", "torch", "--out", "x", "--family", "llama", "--int8"], "--family: has no effect with --to torch"),
         (["gpt2", "--to", "hf", "--out", "x", "--output", "logits"], "--output: has no effect with --to hf"),
+        (["classify", "--to", "torch", "--out", "x", "--output", "embeddings", "--data", "rows.jsonl"], "which name no class"),
         (["gpt2", "--to", "hf", "--out", "x", "--repeat", "3"], "--repeat: has no effect with --to hf"),
         (["gpt2", "--to", "torch", "--out", "x", "--label-key", "k"], "--label-key: has no effect with --to torch and without"),
         (["gpt2", "--to", "triton", "--out", "x", "--length", "3"], "--length: has no effect for a decoder"),

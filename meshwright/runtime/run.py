@@ -8,7 +8,7 @@ for batch in loader:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -26,16 +26,18 @@ from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.own_optimizer import Labels, OwnOptimizer
 from meshwright.parallel.whole import whole_weights
 from meshwright.runtime.adopted import AdoptedModule
-from meshwright.runtime.batches import Split, split_rows
+from meshwright.runtime.batches import Split, counted_split, split_rows
 from meshwright.runtime.checking import findings_of
 from meshwright.runtime.given_optimizer import ParallelOptimizer
 from meshwright.runtime.kept import pieces_of, take_state, training_state
 from meshwright.runtime.preparing import (
+    are_loaders,
     as_given,
     check_arguments,
     dtype_of,
     keys_of,
     listed,
+    loaders_of,
     owners,
     plan_for,
     share_values,
@@ -130,9 +132,13 @@ class Run:
         of all data ranks ("synchronised"), or of its own ("local").
         Parameters start as they are on rank 0. Raises UserError subclasses with everything that is wrong.
         """
-        optimizers = listed(optimizer, torch.optim.Optimizer)
+        optimizers = listed(optimizer)
         known = [module for each in self._trainings for module in each.known_as]
-        check_arguments(model, optimizers, batch, on_nonfinite, micro_batch, accumulate, clip, precision, known, batch_norm)
+        loaders = loaders_of(loader)
+        check_arguments(
+            model, optimizers, loaders, batch, on_nonfinite, micro_batch, accumulate, clip, precision, known, batch_norm
+        )
+        split = counted_split(split)
         labels = Labels(tuple(optimizers))
         label = owners(model, labels, self.notes)
         kept = precision or precision_of(model)
@@ -163,19 +169,19 @@ class Run:
         training.clip, training.stop = clip, on_nonfinite == "stop"
         training.optimizers = tuple(ParallelOptimizer(each, training, number) for number, each in enumerate(optimizers))
         self.notes += [*subject.notes, *engine.notes]
-        dealt = self._deal(loader, data_rank(mesh), batch, split)
+        dealt = self._deal(loaders, data_rank(mesh), batch, split)
         training.loader = dealt[0] if dealt else None
         self._add(training)
         if isinstance(subject.given, AdoptedModule):
             subject.given.lay_out(engine, data_rank(mesh), self.rank)
-        return subject.given, as_given(optimizer, training.optimizers), as_given(loader, dealt)
+        return subject.given, as_given(optimizer, training.optimizers), as_given(loader, dealt, several=are_loaders(loader))
 
-    def _deal(self, loader: Any, place: tuple[int, int], mode: str, split: Split) -> list[UserLoader]:
+    def _deal(self, loaders: Sequence[Any], place: tuple[int, int], mode: str, split: Split) -> list[UserLoader]:
         """Each of the given loaders as this rank iterates it. place: this rank among those with rows of their own."""
         rank, ways = place
         dealt = [
             UserLoader(each, ranks=self.ranks, place=rank, ways=ways, mode=mode, seed=self.seed, split=split)
-            for each in listed(loader, object)
+            for each in loaders
         ]
         self._loaders += dealt
         return dealt
@@ -265,7 +271,7 @@ class Run:
             found = self._trainings[0]
             self._current = found
             return found, tuple(range(len(found.optimizers)))
-        wanted = listed(optimizer, torch.optim.Optimizer)
+        wanted = listed(optimizer)
         for training in self._trainings:
             numbers = [number for number, each in enumerate(training.optimizers) if any(each is one for one in wanted)]
             if wanted and len(numbers) == len(wanted):

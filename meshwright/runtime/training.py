@@ -147,7 +147,8 @@ class Training:
             raise MeshwrightError("run.step in the middle of a step of your own loop: call run.update() first")
         micro = self._micro_batches(batch)
         weights = [None if weight_fn is None or empty else weight_fn(part) for part, empty in micro]
-        known = self._known([weight for weight in weights if weight is not None]) if weight_fn is not None else None
+        given = [weight for weight, (_, empty) in zip(weights, micro, strict=True) if not empty]
+        known = self._known(given) if weight_fn is not None else None
         self._choose(active)
         self.begin(planned=len(micro), known=known)
         window = self._window.window

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.compat import count_step
+from meshwright.compat import BatchNorm, count_step
 from meshwright.distributed.reduce import gather_json, max_scalars
 from meshwright.distributed.world import Ranks
 from meshwright.errors import ConfigError, Finding, MeshwrightError, NumericsError
+from meshwright.parallel.batch_norm import batch_norms, count_rows
 from meshwright.parallel.engine import Engine, StepInfo
 from meshwright.parallel.own_optimizer import OwnOptimizer
 from meshwright.runtime.adopted import AdoptedModule
@@ -96,11 +97,13 @@ class Training:
     _guess: float | None = None
     _doubt: tuple[int, torch.Tensor] | None = None
     _members: list[list[torch.Tensor]] = field(default_factory=list)
+    _norms: list[BatchNorm] = field(default_factory=list)
     members: list[list[torch.Tensor]] | None = None
     alone: bool = True
     """Whether no other module is under training in the run: then backward may go wherever the loss leads."""
 
     def __post_init__(self) -> None:
+        self._norms = list(batch_norms(self.model).values())
         self._members = self.members or [
             [p for g in o.param_groups for p in g["params"] if p.requires_grad] for o in self.own.labels.optimizers
         ]
@@ -157,12 +160,14 @@ class Training:
 
         def forward(model: nn.Module, i: int) -> _Parts:
             part, empty = micro[i]
+            count_rows(self._norms, not empty)
             with self.cast(), self._called(model, i) as called:
                 output = loss_fn(called, part)
             weight = weights[i] if weight_fn is not None and not empty else (0.0 if weight_fn is not None else None)
             return _Parts(window.add(terms_of(output, weight), empty=empty, rows=rows_of(part)))
 
         self.engine.run(len(micro), forward, self.engine.loss_scale, lambda i, parts: None)
+        count_rows(self._norms, True)
         if self.pipelined:
             tell(window, self.engine)
         self._window.last = True
@@ -237,11 +242,13 @@ class Training:
             raise MeshwrightError("a micro-batch inside another, or after the last one of the step: call run.update() first")
         state.inside, before = True, state.done
         state.ends = self.due() if last is None else last
+        count_rows(self._norms, self.loader is None or not self.loader.share.empty)
         try:
             with self.cast(), self._called(self.engine.model, state.done):
                 yield
         finally:
             state.inside = False
+            count_rows(self._norms, True)
         if state.done == before:
             raise MeshwrightError("a micro-batch without run.backward(loss)")
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import site
 import sys
+import traceback
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
+import meshwright
 from meshwright.distributed import device as devices
 from meshwright.distributed.environment import World, read_world
 from meshwright.distributed.world import Ranks, init_world
-from meshwright.errors import MeshwrightError, UserError
+from meshwright.errors import MeshwrightError
 from meshwright.runtime.run import Run
 
 __all__ = ["init"]
@@ -43,6 +47,13 @@ def _adopted() -> World:
     return World(rank, size, rank, size, master_port=1, source="the script's own process group")
 
 
+def _place(trace: TracebackType | None) -> str:
+    """Where a script called what failed, below the message."""
+    ours = str(Path(meshwright.__file__).parent)
+    places = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<", *site.getsitepackages()))]
+    return f"\n  at {places[-1].filename}, line {places[-1].lineno}: {places[-1].line}" if places else ""
+
+
 class _Ending:
     """Closes a run when the interpreter ends. After an error it does not wait for the other ranks, which would wait too."""
 
@@ -57,10 +68,11 @@ class _Ending:
         atexit.register(self._close)
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """What the user can mend is told in its own words; everything else with the traceback of the script."""
+        """What this package says is told in its own words, as `meshwright launch` tells it, with the line of the script that
+        led there; everything else with the traceback of the script."""
         self._failed = error
-        if isinstance(error, UserError):
-            print(f"meshwright: {error}", file=sys.stderr, flush=True)
+        if isinstance(error, MeshwrightError):
+            print(f"meshwright: {error}{_place(trace)}", file=sys.stderr, flush=True)
             raise SystemExit(error.exit_code)  # from here it becomes the exit code of the process
         self._before(kind, error, trace)
 

@@ -19,6 +19,7 @@ import torch
 from meshwright.distributed.reduce import max_scalars, sum_scalars
 from meshwright.distributed.world import Ranks
 from meshwright.errors import Finding, UserError
+from meshwright.runtime.batches import rows_of
 
 __all__ = ["LossError", "Term", "Window", "terms_of", "weights_of"]
 
@@ -118,6 +119,14 @@ def weights_of(given: Any) -> dict[str, float]:
     if findings:
         raise LossError(findings=findings)
     return {name: float(value) for name, value in every.items()}
+
+
+def check_len(batch: Any) -> None:
+    """Raises LossError where `len` of a batch is the number of its parts, and that of its rows is another."""
+    rows = rows_of(batch)
+    if isinstance(batch, list | tuple | Mapping) and rows is not None and rows != len(batch):
+        what = f"is len, which counts the {len(batch)} parts of a {type(batch).__name__}, and it has {rows} rows"
+        raise LossError(findings=[Finding("weight_fn", what, "Give one that counts rows: lambda batch: len(batch[0])")])
 
 
 def _weighs(weight: float) -> bool:

@@ -22,7 +22,7 @@ from meshwright.parallel.own_optimizer import OwnOptimizer
 from meshwright.runtime.adopted import AdoptedModule
 from meshwright.runtime.batches import Split, rows_of, split_rows
 from meshwright.runtime.given_optimizer import ParallelOptimizer
-from meshwright.runtime.losses import Window, terms_of, weights_of
+from meshwright.runtime.losses import Window, check_len, terms_of, weights_of
 from meshwright.runtime.pipelined import even_parts, guess_weight, tell
 from meshwright.runtime.user_loader import Share, UserLoader
 
@@ -150,6 +150,8 @@ class Training:
             raise MeshwrightError("run.step in the middle of a step of your own loop: call run.update() first")
         micro = self._micro_batches(batch)
         weights = [None if weight_fn is None or empty else weight_fn(part) for part, empty in micro]
+        if weight_fn is len:
+            check_len(batch)
         given = [weight for weight, (_, empty) in zip(weights, micro, strict=True) if not empty]
         known = self._known(given) if weight_fn is not None else None
         self._choose(active)

@@ -57,5 +57,20 @@ def test_the_same_without_a_launcher_and_an_exit_code_of_the_script():
     assert "exit code 7" in Command("launch", "--nproc", 1, SCRIPT, "exit").wait(7).err
 
 
+@pytest.mark.parametrize(
+    ("mistake", "said", "line"),
+    [
+        ("order", "no micro-batch was begun", "run.update()"),
+        pytest.param("plain", "outside of a micro-batch", "model(torch.ones(2, 3)).sum().backward()", marks=pytest.mark.slow),
+        pytest.param("nan", "step 1: loss or gradients are not finite", "run.step(", marks=pytest.mark.slow),
+    ],
+)
+def test_what_this_package_says_has_the_line_of_the_script_and_no_traceback(mistake: str, said: str, line: str):
+    """Mutation tried: only what a UserError says is told so."""
+    done = Command(start=(str(Path(SCRIPT).with_name("mistaken.py")), mistake)).wait(1)
+    first, place = done.err.strip().splitlines()
+    assert said in first and "mistaken.py, line" in place and line in place
+
+
 def check_mended(done: Command) -> None:
     assert "is no torch.optim.Optimizer" in done.err and "Traceback" not in done.err

@@ -431,7 +431,7 @@ def test_what_is_wrong_is_said_in_one_message(ranks):
         "plan": "'zero4' is no strategy",
         "vector": "LossError: loss: is no scalar: its shape is (2, 1)",
         "middle": "1 of 2 micro-batches",
-        "inside": "outside engine.backward_scope",
+        "inside": "outside of a micro-batch (engine.backward_scope). In a loop of your own: `with run.micro_batch(): run",
         "step": "in the middle of a step of your own loop",
         "without": "without run.backward",
         "nan": "NumericsError: step 1: loss or gradients are not finite (loss nan); the first parameter",

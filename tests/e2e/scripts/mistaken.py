@@ -1,0 +1,17 @@
+"""A script on one device that calls things in the wrong order, or whose loss is not finite."""
+
+import sys
+
+import torch
+from torch import nn
+
+import meshwright as mw
+
+run = mw.init("cpu")
+model = nn.Linear(3, 1)
+model, optimizer, _ = run.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+if sys.argv[1] == "order":
+    run.update()
+if sys.argv[1] == "plain":
+    model(torch.ones(2, 3)).sum().backward()
+run.step(torch.ones(2, 3), lambda model, batch: (model(batch).sum() * float("nan"), 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import site
 import sys
 import traceback
@@ -29,12 +30,13 @@ def init(device: str | None = None, *, seed: int = 0, timeout: float = 1800.0) -
     generator of their own. timeout: seconds a collective may take. A process group that the script has opened is used, and
     left open. Call it once, before `run.parallelize`. Raises DeviceError for what is missing.
     """
-    kind = devices.pick(device)
     if dist.is_initialized():
+        kind = devices.pick(device)
         return Run(Ranks.adopt(_adopted(), devices.rank_device(kind, read_world(warn=False).local_rank), timeout), seed)
-    groups = init_world(read_world(), kind, timeout=timeout)
+    ending = _Ending()
+    groups = init_world(read_world(), devices.pick(device), timeout=timeout)
     run = Run(groups.__enter__(), seed)
-    _Ending(run, groups).watch()
+    ending.watch(run, groups)
     return run
 
 
@@ -50,21 +52,22 @@ def _adopted() -> World:
 def _place(trace: TracebackType | None) -> str:
     """Where a script called what failed, below the message."""
     ours = str(Path(meshwright.__file__).parent)
-    places = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<", *site.getsitepackages()))]
+    places = [
+        frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith((ours, "<", *site.getsitepackages()))
+    ]
     return f"\n  at {places[-1].filename}, line {places[-1].lineno}: {places[-1].line}" if places else ""
 
 
 class _Ending:
-    """Closes a run when the interpreter ends. After an error it does not wait for the other ranks, which would wait too."""
+    """Tells errors from when it is made, and closes a run when the interpreter ends: after an error without waiting for the
+    other ranks, which would wait too."""
 
-    def __init__(self, run: Run, groups: contextlib.AbstractContextManager[Ranks]):
-        self._run = run
-        self._groups = groups
+    def __init__(self) -> None:
         self._failed: BaseException | None = None
-        self._before = sys.excepthook
+        self._before, sys.excepthook = sys.excepthook, self._hook
 
-    def watch(self) -> None:
-        sys.excepthook = self._hook
+    def watch(self, run: Run, groups: contextlib.AbstractContextManager[Ranks]) -> None:
+        self._run, self._groups = run, groups
         atexit.register(self._close)
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -79,5 +82,15 @@ class _Ending:
     def _close(self) -> None:
         self._run.close()
         error = self._failed
-        with contextlib.suppress(BaseException if error is not None else MeshwrightError):
+        try:
             self._groups.__exit__(type(error) if error else None, error, None)
+        except MeshwrightError as left:
+            if error is not None:
+                return
+            fix = "Every rank must take as many steps: one that waits for another in a step ends with an error now"
+            print(f"meshwright: warning: {left}. {fix}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(0)  # threads of the groups, which still wait, could hold the interpreter
+        except BaseException:
+            if error is None:
+                raise

@@ -113,7 +113,9 @@ def weights_of(given: Any) -> dict[str, float]:
         one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
         where = f"weight_fn[{name!r}]" if name else "weight_fn"
         if not one and not isinstance(value, numbers.Real):
-            findings.append(Finding(where, f"gave no number but {_what(value)}", "Return the weight of the batch, such as its rows"))
+            findings.append(
+                Finding(where, f"gave no number but {_what(value)}", "Return the weight of the batch, such as its rows")
+            )
         elif not _weighs(float(value)):
             findings.append(Finding(where, f"gave {float(value):g}", "A weight is finite, and at least 0"))
     if findings:

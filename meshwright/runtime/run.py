@@ -8,6 +8,7 @@ for batch in loader:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ from meshwright.runtime.adopted import AdoptedModule
 from meshwright.runtime.batches import Split, counted_split, split_rows
 from meshwright.runtime.checking import findings_of
 from meshwright.runtime.given_optimizer import ParallelOptimizer
-from meshwright.runtime.kept import pieces_of, take_state, training_state
+from meshwright.runtime.kept import check_alike, pieces_of, take_state, training_state
 from meshwright.runtime.preparing import (
     are_loaders,
     as_given,
@@ -339,12 +340,11 @@ class Run:
         store = self._store(folder.parent if single else folder, None)
         found = folder if single else store.newest() if tag is None else self._tagged(store, tag)
         if found is None:
-            raise CheckpointError(findings=[Finding(str(folder), "there is no whole checkpoint", "Save one with run.save")])
+            what = "there is no whole checkpoint" + (f" with tag {tag!r}" if tag is not None else "")
+            raise CheckpointError(findings=[Finding(str(folder), what, "Save one with run.save")])
         meta = inspect(found)["meta"]
         state = meta.get("run")
-        if state is None or len(state["trainings"]) != len(self._trainings):
-            what = "is not of a script that trains what this one does"
-            raise CheckpointError(findings=[Finding(str(found), what)])
+        check_alike(self._trainings, state, found)
         for training, saved in zip(self._trainings, state["trainings"], strict=True):
             training.own.prepare_load(saved["optimizers"])
         store.load(found, pieces_of(self._trainings))
@@ -358,7 +358,14 @@ class Run:
         root = Path(path).absolute()
         if root not in self._stores:
             group = self.ranks.checkpoint if self.size > 1 else None
-            self._stores[root] = CheckpointStore(root, group=group, rank=self.rank, world=self.size, keep=keep or 2)
+            self._stores[root] = CheckpointStore(
+                root,
+                group=group,
+                rank=self.rank,
+                world=self.size,
+                keep=keep or 2,
+                report=lambda line: print(f"meshwright: warning: {line}", file=sys.stderr, flush=True),
+            )
         if keep is not None:
             self._stores[root].keep = keep
         return self._stores[root]

@@ -325,7 +325,8 @@ def from_torch(kind: str, more: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [("adamw", {}), ("adagrad", {}), ("rmsprop", {"momentum": 0.5}), ("sgd", {"momentum": 0.9}), ("sgd", NESTEROV)]
+    ("kind", "more"),
+    [("adamw", {}), ("adagrad", {}), ("rmsprop", {"momentum": 0.5}), ("sgd", {"momentum": 0.9}), ("sgd", NESTEROV)],
 )
 def test_the_state_of_a_torch_optimizer_is_taken(ranks, kind: str, more: dict[str, Any]):
     """Mutation tried: what torch's own optimizers have not made yet is not made (rmsprop and nesterov: 1e-3)."""

@@ -187,7 +187,9 @@ def test_workers_that_live_on_draw_their_seed_once(ranks):
     plain = made("workers that live on")
     epochs = [[ids(batch) for batch in plain] for _ in range(3)]
     found = ranks(2).run(dealt, "workers that live on", "global", 3)
-    together = [[sum((rows for rows, _, _ in step), []) for step in zip(*each, strict=True)] for each in zip(*found, strict=True)]
+    together = [
+        [sum((rows for rows, _, _ in step), []) for step in zip(*each, strict=True)] for each in zip(*found, strict=True)
+    ]
     assert together == epochs
 
 

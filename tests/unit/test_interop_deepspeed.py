@@ -293,7 +293,10 @@ def test_a_key_that_is_there_twice_is_refused_by_name_and_text_in_a_string_is_te
         ({"fp16": {"enabled": True, "loss_scale": 1e400}}, "fp16.loss_scale: inf is no finite number"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}}, "reduce_bucket_size: -5 is below 1"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": [1]}}, "zero_optimization.offload_optimizer: is no object"),
-        ({"optimizer": {"type": "AdamW", "params": {"betas": [1.5, 0.9]}}}, r"betas: \[1.5, 0.9\] are not two numbers of at least 0"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [1.5, 0.9]}}},
+            r"betas: \[1.5, 0.9\] are not two numbers of at least 0",
+        ),
         ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "nesterov: needs a momentum and no dampening"),
         ({"optimizer": {"type": "SGD", "params": [1]}}, "optimizer.params: is no object but"),
         ({"scheduler": {"type": ["WarmupLR"]}}, "scheduler.type: .* is not available here"),

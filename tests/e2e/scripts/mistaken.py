@@ -1,4 +1,4 @@
-"""A script on one device that calls things in the wrong order, or whose loss is not finite."""
+"""A script on one device that asks for a device that is not there, calls things in the wrong order, or whose loss is not finite."""
 
 import sys
 
@@ -7,7 +7,7 @@ from torch import nn
 
 import meshwright as mw
 
-run = mw.init("cpu")
+run = mw.init("abacus" if sys.argv[1] == "device" else "cpu")
 model = nn.Linear(3, 1)
 model, optimizer, _ = run.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1))
 if sys.argv[1] == "order":

@@ -38,7 +38,7 @@ def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
 def count_rows(norms: Iterable[BatchNorm], counts: bool) -> None:
     """Whether the rows that come next count in the statistics, forward and backward: those that stand in for none do not."""
     for module in norms:
-        module.no_rows = not counts
+        module.no_rows = not counts  # type: ignore[assignment]  # a plain attribute, which modules may have
 
 
 def place_batch_norms(model: nn.Module, mesh: DeviceMesh | None, synchronised: bool) -> str:

@@ -33,10 +33,13 @@ def init(device: str | None = None, *, seed: int = 0, timeout: float = 1800.0) -
     if dist.is_initialized():
         kind = devices.pick(device)
         return Run(Ranks.adopt(_adopted(), devices.rank_device(kind, read_world(warn=False).local_rank), timeout), seed)
-    ending = _Ending()
-    groups = init_world(read_world(), devices.pick(device), timeout=timeout)
-    run = Run(groups.__enter__(), seed)
-    ending.watch(run, groups)
+    try:
+        groups = init_world(read_world(), devices.pick(device), timeout=timeout)
+        run = Run(groups.__enter__(), seed)
+    except MeshwrightError:
+        _Ending()  # which tells it
+        raise
+    _Ending().watch(run, groups)  # torch has put a hook of its own in place meanwhile
     return run
 
 

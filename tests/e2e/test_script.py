@@ -75,7 +75,7 @@ def test_what_this_package_says_has_the_line_of_the_script_and_no_traceback(mist
 
 @pytest.mark.slow
 def test_a_rank_that_ends_its_loop_early_leaves_nobody_waiting():
-    """Mutation tried: torch's barrier alone, in which the last rank waits half an hour for rank 0, and that one for the step."""
+    """Mutation tried: torch's barrier alone, in which rank 1 waits half an hour for rank 0, and that one for the step."""
     done = Command("launch", "--nproc", 2, str(Path(SCRIPT).with_name("uneven.py"))).wait(1)
     assert "rank 0 failed" in done.err and "closed by peer" in done.err
     log = Path(re.findall(r"\S+rank0\.log", done.err)[-1]).with_name("rank1.log").read_text(encoding="utf-8")

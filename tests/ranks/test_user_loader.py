@@ -188,7 +188,7 @@ def test_workers_that_live_on_draw_their_seed_once(ranks):
     epochs = [[ids(batch) for batch in plain] for _ in range(3)]
     found = ranks(2).run(dealt, "workers that live on", "global", 3)
     together = [
-        [sum((rows for rows, _, _ in step), []) for step in zip(*each, strict=True)] for each in zip(*found, strict=True)
+        [[row for rows, _, _ in step for row in rows] for step in zip(*each, strict=True)] for each in zip(*found, strict=True)
     ]
     assert together == epochs
 
@@ -207,7 +207,7 @@ def ordered(sampler: str) -> list[list[int]]:
 def test_a_random_sampler_without_a_generator_is_ordered_by_the_seed_of_the_run(ranks, sampler: str):
     """Mutation tried: RandomSampler alone gets a generator."""
     first, second = ranks(2).run(ordered, sampler), ranks(1).run(ordered, sampler)
-    assert [sum(step, []) for step in zip(*first, strict=True)] == second[0]
+    assert [[row for rows in step for row in rows] for step in zip(*first, strict=True)] == second[0]
 
 
 @pytest.mark.parametrize("text", [torch.zeros(2), {"x": torch.zeros(2)}, (torch.zeros(2), "a"), ["a", "b"], "ab"])

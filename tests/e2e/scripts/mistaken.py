@@ -1,4 +1,4 @@
-"""A script on one device that asks for a device that is not there, calls things in the wrong order, or whose loss is not finite."""
+"""Asks for a device that is not there, calls things in the wrong order, or has a loss that is not finite."""
 
 import sys
 

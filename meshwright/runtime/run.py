@@ -171,7 +171,7 @@ class Run:
         training.optimizers = tuple(ParallelOptimizer(each, training, number) for number, each in enumerate(optimizers))
         self.notes += [*subject.notes, *engine.notes]
         dealt = self._deal(loaders, data_rank(mesh), batch, split)
-        training.loader = dealt[0] if dealt else None
+        training.loaders = self._loaders
         self._add(training)
         if isinstance(subject.given, AdoptedModule):
             subject.given.lay_out(engine, data_rank(mesh), self.rank)

@@ -71,9 +71,10 @@ class _Open:
 
 @dataclass(eq=False)
 class Training:
-    """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts.
-    accumulate: micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by definition. stop:
-    raise where a loss or gradient is not finite. members: parameters of each optimizer, where they are others than it holds.
+    """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts. loaders:
+    of the run. accumulate: micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by
+    definition. stop: raise where a loss or gradient is not finite. members: parameters of each optimizer, where they are
+    others than it holds.
     """
 
     model: nn.Module
@@ -81,7 +82,7 @@ class Training:
     own: OwnOptimizer
     ranks: Ranks
     cast: Cast = nullcontext
-    loader: UserLoader | None = None
+    loaders: Sequence[UserLoader] = ()
     split: Split = split_rows
     rows_at_once: int | None = None
     accumulate: int = 1
@@ -112,6 +113,11 @@ class Training:
     def known_as(self) -> tuple[nn.Module, ...]:
         """What a script may have in hand for the model."""
         return (self.model, self.model.adopted.origin) if isinstance(self.model, AdoptedModule) else (self.model,)
+
+    @property
+    def loader(self) -> UserLoader | None:
+        """The one that handed out a batch last, whichever module it was given with."""
+        return max(self.loaders, key=lambda each: each.handed, default=None)
 
     @property
     def counts(self) -> bool:
@@ -184,7 +190,7 @@ class Training:
 
     def _micro_batches(self, batch: Any) -> list[tuple[Any, bool]]:
         """(batch, whether it stands in for no rows), the same number on every rank."""
-        empty = self.loader is not None and self.loader.stands_in(batch)
+        empty = any(each.stands_in(batch) for each in self.loaders)
         count = self.accumulate
         if self.pipelined:
             return even_parts(batch, empty, self.rows_at_once, count, self.split, self.ranks)

@@ -16,6 +16,7 @@ decide about the order of all.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ class UserLoader:
     ):
         self.loader = loader
         self.share = Share(None)
+        self.handed = 0
+        """When the last batch was, in ns of a clock."""
         self._ranks, self._place, self._ways, self._mode, self._split = ranks, place, ways, mode, split
         self._at = _Position()
         self._skip = 0
@@ -101,7 +104,7 @@ class UserLoader:
         self._begin()
         stream = self._stream()
         for batch, mine in stream:
-            self.share = mine
+            self.share, self.handed = mine, time.monotonic_ns()
             self._at.batch += 1
             batch = move(batch, self._ranks.device)
             if mine.empty:

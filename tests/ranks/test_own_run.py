@@ -200,7 +200,7 @@ def gan(plan: str, together: bool) -> dict[str, torch.Tensor]:
 )
 def test_a_gan_with_two_optimizers_in_turn(ranks, plan: str, together: bool, world: int):
     """Mutations tried: backward of the generator's loss into the discriminator too (an error where they are two models); a row
-    that stands in for none counts for the module that was given no loader (four ranks: 2e-3)."""
+    that stands in for none counts for the module that was given no loader (four ranks: 1e-2)."""
     net = nets()
     opts = {"g": torch.optim.AdamW(net["g"].parameters(), lr=0.02), "d": torch.optim.AdamW(net["d"].parameters(), lr=0.05)}
     for (x,) in data():

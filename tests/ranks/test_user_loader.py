@@ -194,9 +194,9 @@ def test_workers_that_live_on_draw_their_seed_once(ranks):
 
 
 def ordered(sampler: str) -> list[list[int]]:
-    """Two epochs of a sampler of torch that was given no generator, on ranks that have drawn different numbers before."""
+    """Two epochs of a sampler of torch that was given no generator, on ranks that have drawn as many numbers as they are."""
     ranks = joined()
-    torch.rand(ranks.rank + 1)
+    torch.rand(ranks.size + ranks.rank)
     kinds = {"subset": SubsetRandomSampler(range(11)), "weighted": WeightedRandomSampler([1.0] * 11, 11)}
     loader = DataLoader(list(range(11)), batch_size=4, sampler=kinds[sampler])
     dealt = UserLoader(loader, ranks=ranks, place=ranks.rank, ways=ranks.size, seed=3)

@@ -187,9 +187,7 @@ def measure(ranks: Ranks, repeat: int, base: Path, shape: Shape) -> Iterator[Mea
     split = []
     if ranks.size > 1:
         plan = plan_of(shape, Layout(tp=ranks.size), ranks.device.type)
-        other = make_engine(
-            build(config.model, "lm"), config, plan, build_mesh(plan.layout, ranks.device.type), ranks.device
-        )
+        other = make_engine(build(config.model, "lm"), config, plan, build_mesh(plan.layout, ranks.device.type), ranks.device)
         split = restores(path, other, ranks, repeat)
     if ranks.rank == 0:
         yield from _save_measures(saves, ranks, base, repeat)

@@ -110,7 +110,8 @@ class Marks:
     def medians(self) -> tuple[float, float]:
         """Of a step after the warm-up: wall, processor seconds."""
         wall, processor = (
-            statistics.median(stop - start for start, stop in pairwise(times[WARM - 1 :])) for times in (self.wall, self.processor)
+            statistics.median(stop - start for start, stop in pairwise(times[WARM - 1 :]))
+            for times in (self.wall, self.processor)
         )
         return wall, processor
 

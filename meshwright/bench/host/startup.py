@@ -90,15 +90,24 @@ def _first_rank(parent: int) -> float | None:
 
 def measures(ranks: Sequence[int], repeat: int, folder: Path) -> Iterator[Measure]:
     """`--help` and what it imports, then cold and warm starts on each number of ranks."""
-    yield of_repeats("meshwright --help", [_seconds("-m", "meshwright", "--help") for _ in range(repeat)], "s", higher=False,
-                     target=HELP_TARGET)
+    yield of_repeats(
+        "meshwright --help",
+        [_seconds("-m", "meshwright", "--help") for _ in range(repeat)],
+        "s",
+        higher=False,
+        target=HELP_TARGET,
+    )
     importing = [name for name in COMMANDS if _imports_torch(name)]
     note = f"of {len(COMMANDS)}: {', '.join(importing) or 'none'}"
     yield Measure("commands whose --help imports torch", len(importing), "", higher=False, target=0, note=note)
     bare = statistics.median(_seconds("-c", "import torch") for _ in range(repeat))
     yield of_repeats(
-        "import of a rank", [_seconds("-c", "import meshwright.runtime.worker") for _ in range(repeat)], "s",
-        higher=False, limit=bare, limited_by="`import torch` in a process of its own",
+        "import of a rank",
+        [_seconds("-c", "import meshwright.runtime.worker") for _ in range(repeat)],
+        "s",
+        higher=False,
+        limit=bare,
+        limited_by="`import torch` in a process of its own",
     )
     text = folder / "text.txt"
     text.write_text(_text(TEXT_BYTES), encoding="utf-8")

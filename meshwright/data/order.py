@@ -20,6 +20,8 @@ __all__ = ["Permutation", "Span", "key", "mix", "mix_array", "step_span"]
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 _A, _B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP_64, _A_64, _B_64 = (np.uint64(number) for number in (_STEP, _A, _B))
+_SHIFTS = tuple(np.uint64(number) for number in (30, 27, 31))
 _ROUNDS = 8
 
 
@@ -43,10 +45,15 @@ def mix(stream: int, counter: int) -> int:
 
 def mix_array(stream: int, counters: np.ndarray) -> np.ndarray:
     """`mix` of every counter. Any integer array in, uint64 of the same shape out."""
-    x = counters.astype(np.uint64) * np.uint64(_STEP) + np.uint64(stream)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_A)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_B)
-    return x ^ (x >> np.uint64(31))
+    x = counters.astype(np.uint64)  # a copy, so that everything below happens in place
+    x *= _STEP_64
+    x += np.uint64(stream)
+    x ^= x >> _SHIFTS[0]
+    x *= _A_64
+    x ^= x >> _SHIFTS[1]
+    x *= _B_64
+    x ^= x >> _SHIFTS[2]
+    return x
 
 
 class Permutation:

@@ -62,12 +62,15 @@ class Frame:
         documents = positions = None
         if self.documents:
             documents = self._numbered(cut.starts)
-            documents[size:] = -1
         if self.positions:
-            starts = cut.starts if size == self.seq_len else np.append(cut.starts, size)  # the padding counts from 0 too
             positions = np.arange(self.seq_len)
-            if starts.size > 1:
-                positions -= starts[self._numbered(starts)]
+            if size < self.seq_len:  # the padding counts from 0 too
+                starts = np.append(cut.starts, size)
+                positions -= starts.take(self._numbered(starts))
+            elif cut.starts.size > 1:
+                positions -= cut.starts.take(self._numbered(cut.starts) if documents is None else documents)
+        if documents is not None and size < self.seq_len:
+            documents[size:] = -1
         return Row(self.fill(tokens, self.pad), labels, size, documents, positions, select)
 
     def _numbered(self, starts: np.ndarray) -> np.ndarray:
@@ -75,7 +78,7 @@ class Frame:
         numbers = np.zeros(self.seq_len, dtype=np.int32)
         if starts.size > 1:
             numbers[starts[1:]] = 1
-            numbers.cumsum(out=numbers)
+            numbers.cumsum(dtype=np.int32, out=numbers)
         return numbers
 
     def fill(self, values: np.ndarray, value: int) -> np.ndarray:

@@ -71,17 +71,22 @@ class Permutation:
         self._a = isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         self._keys = _digest(("order", n, seed, epoch), _ROUNDS)
+        self._pairs = tuple(zip(self._keys[::2], self._keys[1::2], strict=True))
 
     def __call__(self, i: int) -> int:
         """The i-th element. Raises IndexError outside range(n)."""
         a, b = self._a, self._b
         left, right = divmod(self._checked(i), b)
         while True:
-            for turn, round_key in enumerate(self._keys):
-                if turn % 2:
-                    right = (right + mix(round_key, left)) % b
-                else:
-                    left = (left + mix(round_key, right)) % a
+            for even, odd in self._pairs:  # two rounds, `mix` written out: every row of a run comes by here
+                x = (even + right * _STEP) & _MASK
+                x = ((x ^ (x >> 30)) * _A) & _MASK
+                x = ((x ^ (x >> 27)) * _B) & _MASK
+                left = (left + (x ^ (x >> 31))) % a
+                x = (odd + left * _STEP) & _MASK
+                x = ((x ^ (x >> 30)) * _A) & _MASK
+                x = ((x ^ (x >> 27)) * _B) & _MASK
+                right = (right + (x ^ (x >> 31))) % b
             if left * b + right < self.n:
                 return left * b + right
 

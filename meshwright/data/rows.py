@@ -210,10 +210,10 @@ class StreamRows:
         return -(-self.subset.tokens // self.seq_len)
 
     def cut(self, row: int) -> Cut:
-        start = row * self.seq_len
-        size = min(self.seq_len, self.subset.tokens - start)
+        start, total = row * self.seq_len, self.subset.tokens
+        size = min(self.seq_len, total - start)
         # One token more than the row has: its last token must know what follows, and whether that is a new document.
-        tokens, begins, ids = self.subset.window(start, min(start + size + 1, self.subset.tokens))
+        tokens, begins, ids = self.subset.window(start, min(start + size + 1, total))
         following = np.empty(size, dtype=np.int64)
         following[: tokens.size - 1] = tokens[1:]
         following[tokens.size - 1 :] = IGNORE

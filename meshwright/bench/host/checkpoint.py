@@ -2,8 +2,8 @@
 
 python -m torch.distributed.run --nproc-per-node N -m meshwright.bench.host.checkpoint --repeat 3
 
-A real run on random rows; ZeRO-1 over several ranks, so that each writes its own part. The disk's rates are measured in the same
-folder with as many bytes.
+A real run on random rows; ZeRO-1 over several ranks, so that each writes its own part. The disk's rates are measured in the
+same folder with as many bytes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -53,8 +54,8 @@ QUIET = 4
 
 @dataclass
 class Saves:
-    """Seconds of the saves of a run. stalls: that the loop waited; behind: that the writing took; quiet, beside: steps without a
-    save and beside one, as medians, save by save. memory: bytes that the process had more at most than before the first."""
+    """Seconds of the saves of a run. stalls: that the loop waited; behind: that the writing took; quiet, beside: of a step
+    without a save and beside one, the median of each save. memory: bytes that the process had more at most than before."""
 
     bytes: int = 0
     stalls: list[float] = field(default_factory=list)
@@ -197,9 +198,9 @@ def measure(ranks: Ranks, repeat: int, base: Path, shape: Shape) -> Iterator[Mea
 
 def _save_measures(saves: Saves, ranks: Ranks, base: Path, repeat: int) -> Iterator[Measure]:
     mine, size = saves.bytes / ranks.size, f"{saves.bytes / 2**20:,.0f} MiB in all"
-    more = {"ranks": ranks.size, "higher": False}
+    more: dict[str, Any] = {"ranks": ranks.size, "higher": False}
     copied, written = copy_rate(), disk_rates(base, saves.bytes, repeat)[0]
-    stall = {"limit": 2 * mine / copied, "limited_by": "copying a rank's part in host memory"}
+    stall: dict[str, Any] = {"limit": 2 * mine / copied, "limited_by": "copying a rank's part in host memory"}
     yield of_repeats("save: the loop waits", saves.stalls, "s", note=size, **stall, **more)
     disk = f"writing as many bytes to the same disk, {written / 1e9:.2f} GB/s"
     yield of_repeats("save: written behind", saves.behind, "s", limit=saves.bytes / written, limited_by=disk, **more)
@@ -208,7 +209,7 @@ def _save_measures(saves: Saves, ranks: Ranks, base: Path, repeat: int) -> Itera
         ratios = [with_it / without for with_it, without in zip(saves.beside, saves.quiet, strict=False)]
         note = f"a step without a save takes {statistics.median(saves.quiet) * 1e3:.1f} ms"
         yield of_repeats("step beside a save / without", ratios, "", limit=1.0, target=target, note=note, **more)
-    memory = {"limit": mine / 2**20, "limited_by": "one copy of a rank's part of the checkpoint"}
+    memory: dict[str, Any] = {"limit": mine / 2**20, "limited_by": "one copy of a rank's part of the checkpoint"}
     yield Measure("save: host memory of a rank", saves.memory / 2**20, "MiB", **memory, **more)
 
 
@@ -217,7 +218,7 @@ def _restore_measures(
 ) -> Iterator[Measure]:
     read = disk_rates(base, saves.bytes, repeat)[1]
     why = f"reading as many bytes from the page cache by one process, {read / 1e9:.2f} GB/s"
-    more = {"ranks": ranks.size, "higher": False, "limit": saves.bytes / read, "limited_by": why}
+    more: dict[str, Any] = {"ranks": ranks.size, "higher": False, "limit": saves.bytes / read, "limited_by": why}
     yield of_repeats("restore", same, "s", note="digests verified", **more)
     if split:
         yield of_repeats(f"restore as tensor {ranks.size}", split, "s", note="saved under ZeRO-1", **more)

@@ -6,6 +6,7 @@ python -m meshwright.bench.host.data --repeat 5
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -23,7 +24,7 @@ from meshwright.bench.host.measures import Measure, of_repeats, say
 from meshwright.config.schema import Config, Source
 from meshwright.data.batch import Batch
 from meshwright.data.dataset import RowDataset, build_datasets
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Loader, StepData
 from meshwright.data.prepare import prepare
 from meshwright.data.readers import documents
 from meshwright.data.shards import TokenStore
@@ -36,6 +37,8 @@ STEP_TOKENS = 16_384
 PREFETCH = 8
 CAUSAL_TARGET, MASKED_TARGET = 20e6, 5e6
 WAIT_TARGET = 0.01
+MATMULS = 40
+"""Of the step beside which the loader is measured: about 0.2 s of one core."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,15 @@ CASES = (
 def loader_measures(store: TokenStore, numbers: Numbers, repeat: int, seconds: float) -> Iterator[Measure]:
     """The rate of every case against the copy rate of this machine, the cases in turn; then what a step waits for its data."""
     loaders = {case: _loader(case, store, numbers) for case in CASES}
-    steps = {case: loader.steps(0, lambda consumed, rows=loader.micro_batch: rows) for case, loader in loaders.items()}
+    steps = {case: _steps(loader) for case, loader in loaders.items()}
     widths = {case: _token_bytes(next(it).micro[0]) for case, it in steps.items()}
     rates: dict[Case, list[float]] = {case: [] for case in CASES}
     copied = []
     for _ in range(repeat):
         copied.append(copy_rate())
         for case, it in steps.items():
+            for _ in range(case.prefetch):  # what was made while the others ran
+                next(it)
             start, rows = time.perf_counter(), 0
             while (taken := time.perf_counter() - start) < seconds:
                 rows += next(it).rows
@@ -78,14 +83,19 @@ def loader_measures(store: TokenStore, numbers: Numbers, repeat: int, seconds: f
     for case, loader in loaders.items():
         loader.close()
         limit = statistics.median(copied) / (store.manifest.itemsize + widths[case])
-        why = f"copying the {store.manifest.itemsize} bytes read and {widths[case]:.1f} written of each token at the measured rate"
-        more = {"limit": limit, "limited_by": why, "target": case.target}
+        why = f"copying {store.manifest.itemsize} bytes read and {widths[case]:.1f} written of each token, at the measured rate"
+        more: dict[str, Any] = {"limit": limit, "limited_by": why, "target": case.target}
         yield of_repeats(case.name, rates[case], "tokens/s", **more)
-    yield _waiting(store, numbers, repeat, seconds)
+    yield from _beside_a_step(store, numbers, repeat, seconds)
 
 
 def _loader(case: Case, store: TokenStore, numbers: Numbers) -> Loader:
     return Loader(_rows(case, store, numbers), micro_batch=STEP_TOKENS // case.seq_len, prefetch=case.prefetch)
+
+
+def _steps(loader: Loader) -> Iterator[StepData]:
+    """One micro-batch a step."""
+    return loader.steps(0, lambda consumed: loader.micro_batch)
 
 
 def _rows(case: Case, store: TokenStore, numbers: Numbers) -> RowDataset:
@@ -121,26 +131,35 @@ def copy_rate(size: int = 1 << 26) -> float:
     return best
 
 
-def _waiting(store: TokenStore, numbers: Numbers, repeat: int, seconds: float) -> Measure:
-    """The share of a step that waits for its rows: a thread of the process makes them ahead while the step computes."""
+def _beside_a_step(store: TokenStore, numbers: Numbers, repeat: int, seconds: float) -> Iterator[Measure]:
+    """What a step loses to its data: a thread of the process makes rows ahead while the step computes. Steps on rows that are
+    there and steps on rows of the loader, in turn."""
     case = CASES[2]
     loader = _loader(case, store, numbers)
-    steps = loader.steps(0, lambda consumed: loader.micro_batch)
-    next(steps)
+    steps = _steps(loader)
+    held = next(steps)
     matrix = torch.ones(512, 512)
-    shares = []
+
+    def step(rows: Iterator[StepData]) -> tuple[float, float]:
+        """Seconds of a step, and of them waited."""
+        start = time.perf_counter()
+        next(rows)
+        waited = time.perf_counter() - start
+        for _ in range(MATMULS):
+            matrix @ matrix
+        return time.perf_counter() - start, waited
+
+    waits, slower = [], []
     for _ in range(repeat):
-        start, waited = time.perf_counter(), 0.0
-        while time.perf_counter() - start < 2 * seconds:
-            before = time.perf_counter()
-            next(steps)
-            waited += time.perf_counter() - before
-            for _ in range(8):
-                matrix @ matrix
-        shares.append(waited / (time.perf_counter() - start))
+        count = max(3, round(seconds / step(itertools.repeat(held))[0]))
+        without = [step(itertools.repeat(held))[0] for _ in range(count)]
+        beside = [step(steps) for _ in range(count)]
+        waits.append(sum(waited for _, waited in beside) / sum(taken for taken, _ in beside))
+        slower.append(statistics.median(taken for taken, _ in beside) / statistics.median(without))
     loader.close()
-    note = f"share of a step that waits for {STEP_TOKENS:,} tokens while a step of 8 matmuls of 512³ computes"
-    return of_repeats("data wait of a step", shares, "", higher=False, target=WAIT_TARGET, note=note)
+    note = f"{STEP_TOKENS:,} tokens a step of {MATMULS} matmuls of 512³"
+    yield of_repeats("data wait, of a step", waits, "", higher=False, target=WAIT_TARGET, note=note)
+    yield of_repeats("step with the loader / without", slower, "", higher=False, limit=1.0, note=note)
 
 
 def prepare_measures(folder: Path, megabytes: int, repeat: int) -> Iterator[Measure]:

@@ -45,7 +45,7 @@ FAILS_AT = 1.15
 """A step this much longer than the bare one is a regression."""
 WAYS = {
     "step over a bare loop's": "seconds of a step",
-    "processor time over a bare loop's": "of all threads of the process in a step; hardly changed by what else the machine does",
+    "processor time over a bare loop's": "of all threads of the process in a step, which other work on the machine hardly changes",
 }
 WARM = 3
 """First steps of a block that are not counted."""
@@ -75,7 +75,7 @@ class Bare:
         self._whole, self._device, self._clip = model.train(), ranks.device, config.train.clip
         self._model: nn.Module = nn.parallel.DistributedDataParallel(model) if ranks.size > 1 else model
         optimizer = config.train.optimizer
-        decay = {"betas": optimizer.betas, "weight_decay": optimizer.weight_decay}
+        decay: dict[str, Any] = {"betas": optimizer.betas, "weight_decay": optimizer.weight_decay}
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.lr, fused=True, **decay)
         self._rows, self._batch = rows, shape.rows
 
@@ -152,7 +152,13 @@ def measure(ranks: Ranks, repeat: int, steps: int, shape: Shape = SHAPE) -> Iter
             pairs.append((by_hand, ours(config, shape, rows, base / f"run-{turn}", ranks).medians()))
         broadcast_json(None, ranks.control)  # the folder lives until every rank is done with it
     if ranks.rank == 0:
-        more = {"ranks": ranks.size, "higher": False, "limit": 1.0, "limited_by": "the bare loop", "target": TARGET}
+        more: dict[str, Any] = {
+            "ranks": ranks.size,
+            "higher": False,
+            "limit": 1.0,
+            "limited_by": "the bare loop",
+            "target": TARGET,
+        }
         for i, (name, note) in enumerate(WAYS.items()):
             step = statistics.median(by_hand[i] for by_hand, _ in pairs)
             ratios = [mine[i] / by_hand[i] for by_hand, mine in pairs]

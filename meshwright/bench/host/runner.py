@@ -1,4 +1,4 @@
-"""The suites of the host's side: one subprocess each, or one a number of ranks, and their results as the other suites have them."""
+"""The suites of the host's side: a subprocess each, or one a number of ranks, with results as the other suites have them."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,9 @@ def start(config: Path, folder: Path, ranks: int, timeout: float = 300.0) -> Sta
         try:
             first_rank = None
             while process.poll() is None and time.time() - begun < timeout:
-                first_rank = first_rank or _first_rank(process.pid)
-                time.sleep(0.01)
+                if first_rank is None and _has_rank(process.pid):
+                    first_rank = time.time()
+                time.sleep(0.02)
             ended = time.time()
         finally:
             process.terminate()
@@ -74,18 +76,18 @@ def start(config: Path, folder: Path, ranks: int, timeout: float = 300.0) -> Sta
         raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}\n{output.read_text(errors='replace')[-2000:]}")
     built, stepped = (folder / name for name in ("checkpoints/.lock", "metrics.jsonl"))
     marks = [begun, (folder / "plan.json").stat().st_mtime, first_rank, built.stat().st_mtime, stepped.stat().st_mtime]
-    parts = tuple(stop - begin for begin, stop in zip(marks, marks[1:], strict=False))
+    parts = tuple(stop - begin for begin, stop in pairwise(marks))
     return Start(parts, ended - marks[-1])
 
 
-def _first_rank(parent: int) -> float | None:
-    """When the first rank was started, as soon as there is one."""
-    found = None
+def _has_rank(parent: int) -> bool:
+    """Whether the first rank has been started."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(parent).children(recursive=True):
-            if RANK in child.cmdline():
-                found = min(found or float("inf"), child.create_time())
-    return found
+            with contextlib.suppress(psutil.Error):
+                if RANK in child.cmdline():
+                    return True
+    return False
 
 
 def measures(ranks: Sequence[int], repeat: int, folder: Path) -> Iterator[Measure]:
@@ -122,7 +124,12 @@ def _starts(ranks: int, repeat: int, text: Path, folder: Path, bare: float) -> I
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     cold = start(config, folder / "cold", ranks)
     warm = [start(config, folder / f"warm-{turn}", ranks) for turn in range(repeat)]
-    more = {"ranks": ranks, "higher": False, "limit": bare, "limited_by": "`import torch` in a process of its own"}
+    more: dict[str, Any] = {
+        "ranks": ranks,
+        "higher": False,
+        "limit": bare,
+        "limited_by": "`import torch` in a process of its own",
+    }
     shown = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in zip(PARTS, cold.parts, strict=True))
     yield Measure("to the first step, cold", cold.total, "s", note=f"{ranks} rank(s): {shown}", **more)
     yield of_repeats("to the first step, warm", [one.total for one in warm], "s", **more)

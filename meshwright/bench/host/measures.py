@@ -12,6 +12,7 @@ from meshwright.bench.table import NONE, piped
 
 __all__ = ["Measure", "lines", "measures_in", "of_repeats", "say", "shown"]
 
+TEXTS = ("note", "limited_by")
 HEADER = ("what", "ranks", "measured", "spread", "limit", "of limit", "target", "")
 
 
@@ -89,17 +90,24 @@ def lines(measures: Sequence[Measure]) -> list[str]:
         ]
         for one in measures
     ]
-    notes = dict.fromkeys(f"{one.name}: {one.note}" for one in measures if one.note)
-    limits = dict.fromkeys(f"limit of {one.name}: {one.limited_by}" for one in measures if one.limited_by)
     about = "Medians; spread: (largest - smallest) / median of the repeats. Of limit: 100% where nothing is left to gain."
-    return [*piped(rows), "", about, *notes, *limits]
+    notes, limits = (_grouped([(text, one) for one in measures if (text := getattr(one, field))]) for field in TEXTS)
+    return [*piped(rows), "", about, *notes, *(f"Limit of {line}" for line in limits)]
+
+
+def _grouped(found: Sequence[tuple[str, Measure]]) -> list[str]:
+    """Each text once, behind the names that it is said of."""
+    by_text: dict[str, list[str]] = {}
+    for text, one in found:
+        by_text.setdefault(text, []).append(one.name.strip())
+    return [f"{'; '.join(dict.fromkeys(names))}: {text}." for text, names in by_text.items()]
 
 
 def shown(value: float, unit: str) -> str:
     """With its unit, in a size that reads well."""
     if unit in ("tokens/s", "bytes/s"):
         scale, name = next(((10**p, n) for p, n in ((9, "G"), (6, "M"), (3, "k")) if abs(value) >= 10**p), (1, ""))
-        return f"{value / scale:,.3g} {name}{unit}"
+        return f"{value / scale:,.3g} {name} {unit}".replace("  ", " ")
     if unit == "s":
         return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.3g} ms"
     return f"{value:.4g} {unit}".rstrip()

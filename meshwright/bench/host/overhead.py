@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.bench.host.measures import Measure, say
+from meshwright.bench.host.measures import Measure, of_repeats, say
 from meshwright.bench.host.runs import HeldRows, Shape, opened, plan_of
 from meshwright.config.schema import Config
 from meshwright.data.batch import Batch
@@ -45,7 +45,7 @@ FAILS_AT = 1.15
 """A step this much longer than the bare one is a regression."""
 WAYS = {
     "step over a bare loop's": "seconds of a step",
-    "processor time over a bare loop's": "of all threads of the process in a step, which other work on the machine hardly changes",
+    "processor time over a bare loop's": "of all threads in a step, which other work on the machine hardly changes",
 }
 WARM = 3
 """First steps of a block that are not counted."""
@@ -159,10 +159,9 @@ def measure(ranks: Ranks, repeat: int, steps: int, shape: Shape = SHAPE) -> Iter
             "limited_by": "the bare loop",
             "target": TARGET,
         }
+        yield of_repeats("step of the bare loop", [by_hand[0] for by_hand, _ in pairs], "s", ranks=ranks.size, higher=False)
         for i, (name, note) in enumerate(WAYS.items()):
-            step = statistics.median(by_hand[i] for by_hand, _ in pairs)
             ratios = [mine[i] / by_hand[i] for by_hand, mine in pairs]
-            note = f"{note}; {step * 1e3:.1f} ms in the bare loop"
             yield of_pairs(name, ratios, note=note, fails_at=FAILS_AT, **more)
 
 

@@ -41,7 +41,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 bench-smoke: $(VENV)/.installed-dev
-	$(BIN)/meshwright bench overhead --repeat 5
+	$(BIN)/meshwright bench overhead --repeat 3
 
 clean:
 	rm -rf $(VENV) runs build dist

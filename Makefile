@@ -41,7 +41,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 bench-smoke: $(VENV)/.installed-dev
-	$(BIN)/meshwright bench engines --workloads smoke-encoder --steps 12 --warm 4
+	$(BIN)/meshwright bench overhead --repeat 3
 
 clean:
 	rm -rf $(VENV) runs build dist

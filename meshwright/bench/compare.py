@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshwright.bench.table import NONE, Result, combined, piped, ratio
+from meshwright.bench.host.measures import Measure, shown
+from meshwright.bench.table import NONE, OURS, Result, combined, piped, ratio
 from meshwright.errors import Finding, UserError
 
 __all__ = ["compare", "load"]
@@ -45,7 +46,36 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[st
             verdict = "same" if abs(change) <= against.spread else ("faster" if change > 0 else "slower")
             rates = {"before": first.rate, "after": second.rate, "unit": first.unit}
             rows.append({**row, **rates, "ratio": against.value, "noise": against.spread, "verdict": verdict})
+    rows += _measured(before, after)
     return rows, _table(rows, before, after)
+
+
+def _measured(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the host's side: figure by figure, where less may be better. ratio: value after over before."""
+    old, new = ({(one.name, one.ranks): one for one in _measures(found)} for found in (before, after))
+    rows: list[dict[str, Any]] = []
+    for key in [*old, *(key for key in new if key not in old)]:
+        first, second = old.get(key), new.get(key)
+        row: dict[str, Any] = {"workload": key[0], "engine": OURS, "gpus": key[1], "ratio": None, "noise": None}
+        if first is None or second is None:
+            rows.append({**row, "verdict": f"only in the {'second' if first is None else 'first'}"})
+            continue
+        sides = {"before": first.value, "after": second.value, "unit": first.unit}
+        if not first.value:
+            rows.append({**row, **sides, "verdict": "same" if not second.value else f"{first.value:g} -> {second.value:g}"})
+            continue
+        value = second.value / first.value
+        noise = value * (first.spread + second.spread) / 2
+        better = "better" if (value > 1) == second.higher else "worse"
+        verdict = "same" if abs(value - 1) <= noise else better
+        rows.append({**row, **sides, "ratio": value, "noise": noise, "verdict": verdict})
+    return rows
+
+
+def _measures(found: dict[str, Any]) -> list[Measure]:
+    known = Measure.__dataclass_fields__
+    entries = found.get("measures", [])
+    return [Measure(**{name: value for name, value in entry.items() if name in known}) for entry in entries]
 
 
 def _results(found: dict[str, Any]) -> dict[tuple[str, str, int], Result]:
@@ -60,13 +90,18 @@ def _table(rows: list[dict[str, Any]], before: dict[str, Any], after: dict[str, 
         if row["ratio"] is None:
             lines.append([row["workload"], row["engine"], str(row["gpus"]), NONE, NONE, NONE, row["verdict"]])
             continue
-        rates = [f"{row[side]:,.1f} {row['unit']}/s" for side in ("before", "after")]
+        rates = [_rate(row[side], row["unit"]) for side in ("before", "after")]
         amount = f"{row['ratio']:.3f} ± {row['noise']:.3f}"
         lines.append([row["workload"], row["engine"], str(row["gpus"]), *rates, amount, row["verdict"]])
     sides = [f"{side}: {_where(found)}" for side, found in (("before", before), ("after", after))]
     if _device(before) != _device(after):
         sides.append("The two were measured on different machines: their ratio is not only that of the code.")
     return "\n".join([*piped(lines), "", *sides]) + "\n"
+
+
+def _rate(value: float, unit: str) -> str:
+    """A throughput of `unit` a second, or a figure of the host's side in its own unit."""
+    return f"{value:,.1f} {unit}/s" if unit in ("tokens", "samples") else shown(value, unit)
 
 
 def _device(found: dict[str, Any]) -> str:

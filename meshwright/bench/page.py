@@ -8,9 +8,10 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from meshwright.bench.host.measures import Measure
 from meshwright.bench.table import Result, combined
 
-__all__ = ["write_page"]
+__all__ = ["write_measures", "write_page"]
 
 _STYLE = "body{font-family:system-ui,sans-serif;margin:2rem;max-width:1200px}pre{overflow-x:auto;font-size:.8rem}"
 _LAYOUT = {"template": "plotly_white", "height": 360, "margin": {"l": 64, "r": 16, "t": 48, "b": 80}}
@@ -24,6 +25,20 @@ def write_page(path: Path, table: str, results: Sequence[Result]) -> None:
         for figure in _figures(workload, mine):
             parts.append(figure.to_html(full_html=False, include_plotlyjs=script))
             script = False
+    _write(path, table, parts)
+
+
+def write_measures(path: Path, table: str, measures: Sequence[Measure]) -> None:
+    """The table of a suite of the host's side, and a bar for each figure that has a limit: its share of it."""
+    shown = [one for one in measures if one.share is not None]
+    bars = go.Figure(go.Bar(x=[one.share for one in shown], y=[f"{one.name} x {one.ranks}" for one in shown], orientation="h"))
+    height = 120 + 28 * len(shown)
+    bars.update_layout(title="share of the limit", **{**_LAYOUT, "height": height, "margin": {"l": 360, "t": 48}})
+    bars.update_xaxes(tickformat=".0%")
+    _write(path, table, [bars.to_html(full_html=False, include_plotlyjs=True)] if shown else [])
+
+
+def _write(path: Path, table: str, parts: Sequence[str]) -> None:
     body = "".join(parts) or "<p>Nothing gave a result.</p>"
     page = f"<meta charset='utf-8'><title>benchmark</title><style>{_STYLE}</style><pre>{html.escape(table)}</pre>{body}"
     path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")

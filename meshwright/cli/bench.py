@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from meshwright.bench.host.runner import HostSettings
     from meshwright.bench.tasks import Settings
 
 EXAMPLE = "Example: meshwright bench strategies --workloads encoder-24x1024 --devices 2 --peers ddp,deepspeed-2 --out bench"
@@ -16,10 +17,12 @@ EXAMPLE = "Example: meshwright bench strategies --workloads encoder-24x1024 --de
 def register(app: typer.Typer) -> None:
     @app.command(epilog=EXAMPLE)
     def bench(
+        context: typer.Context,
         suite: str = typer.Argument(
             ...,
             help="strategies: plans of these devices beside one device; engines: ours beside other tools; scaling: one to many "
-            "devices; ceilings: what the machine can do at best; compare A B: two results.",
+            "devices; ceilings: what the machine can do at best; data, checkpoint, startup, overhead: the host's side; "
+            "compare A B: two results.",
         ),
         results: list[Path] | None = typer.Argument(None, help="compare: two folders that --out named, or results.json."),
         workloads: str | None = typer.Option(None, help="Names with commas; default: the suite's."),
@@ -30,7 +33,7 @@ def register(app: typer.Typer) -> None:
         micro: str = typer.Option("", help="strategies: rows a device by strategy, e.g. zero-2=64,zero-3=128."),
         steps: int = typer.Option(30, min=2, help="Steps of each engine."),
         warm: int = typer.Option(10, min=1, help="First steps that are not counted."),
-        repeat: int = typer.Option(1, min=1, help="Run the whole list so often, in turn."),
+        repeat: int | None = typer.Option(None, min=1, help="Run the whole list so often, in turn (1; of the host's side 5)."),
         tokens: str | None = typer.Option(None, help=".npy file of token numbers to train on; default: random ones."),
         until: float | None = typer.Option(None, help="Tell the steps and seconds to this loss (with --tokens)."),
         order: str = typer.Option("ceilings,peer,ours", help="What runs, in this order."),
@@ -40,15 +43,16 @@ def register(app: typer.Typer) -> None:
         json: bool = typer.Option(False, "--json", help="Print one JSON object in place of the table."),
     ) -> int:
         """Measure this machine. Every engine runs by itself, in turn, on the same shapes; each result keeps the machine, the
-        versions, the commit and the command. Exit code 1 when nothing gave a result."""
+        versions, the commit and the command. Exit code 1 when nothing gave a result, or a step is 15% over a bare loop's."""
+        from meshwright.bench.host.runner import HOST_SUITES, HostSettings
         from meshwright.bench.strategies import parse_micro
         from meshwright.bench.tasks import SUITES, Settings
         from meshwright.errors import Finding, UserError
 
         if suite == "compare":
             return _compare(results or [], json)
-        if suite not in SUITES:
-            known = ", ".join([*SUITES, "compare"])
+        if suite not in SUITES and suite not in HOST_SUITES:
+            known = ", ".join([*SUITES, *HOST_SUITES, "compare"])
             raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {known}")])
         if results:
             raise UserError(findings=[Finding("bench", f"{results[0]}: only compare takes results")])
@@ -56,13 +60,16 @@ def register(app: typer.Typer) -> None:
             gpus = tuple(int(part) for part in devices.split(",")) if devices else _here()
         except ValueError:
             raise UserError(findings=[Finding("--devices", f"{devices} is no list of numbers", "For example 1,2")]) from None
+        if suite in HOST_SUITES:
+            _refuse_unused(context, suite)
+            return _host(HostSettings(suite, gpus, repeat or 5, timeout, out), json)
         settings = Settings(
             workloads=tuple(workloads.split(",")) if workloads else SUITES[suite],
             suite=suite,
             peers=peers or ("auto" if suite == "engines" else "none"),
             gpus=gpus,
             micro=tuple(parse_micro(micro).items()),
-            repeat=repeat,
+            repeat=repeat or 1,
             tokens=tokens,
             until=until,
             steps=steps,
@@ -73,6 +80,17 @@ def register(app: typer.Typer) -> None:
             budget=budget or float("inf"),
         )
         return _measure(settings, json)
+
+
+def _refuse_unused(context: typer.Context, suite: str) -> None:
+    """Options that mean nothing to a suite of the host's side are a mistake, as a wrong number would be."""
+    from meshwright.errors import Finding, UserError
+
+    taken = {"suite", "repeat", "timeout", "out", "json"} | ({"devices"} if suite != "data" else set())
+    given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    findings = [Finding(f"--{name}", f"has no effect on bench {suite}", "Leave it out") for name in given if name not in taken]
+    if findings:
+        raise UserError(findings=findings)
 
 
 def _here() -> tuple[int, ...]:
@@ -95,6 +113,19 @@ def _measure(settings: Settings, json: bool) -> int:
     typer.echo(codec.dumps(outcome.as_dict()) if json else "\n" + outcome.table())
     measured = any(result.figures is not None for result in outcome.results) or bool(outcome.ceilings)
     return 0 if measured else 1
+
+
+def _host(settings: HostSettings, json: bool) -> int:
+    import json as codec
+
+    from meshwright.bench.host.runner import run
+    from meshwright.bench.page import write_measures
+
+    outcome = run(settings, say=lambda text: typer.echo(text, err=json))
+    if settings.out is not None:
+        write_measures(settings.out / "results.html", outcome.table(), outcome.measures)
+    typer.echo(codec.dumps(outcome.as_dict()) if json else "\n" + outcome.table())
+    return 0 if outcome.ok else 1
 
 
 def _compare(results: list[Path], json: bool) -> int:

@@ -61,13 +61,25 @@ class Frame:
         size = tokens.size
         documents = positions = None
         if self.documents:
-            lengths = np.diff(np.append(cut.starts, size))
-            documents = self.fill(np.repeat(np.arange(cut.starts.size, dtype=np.int32), lengths), -1)
+            documents = self._numbered(cut.starts)
         if self.positions:
-            starts = cut.starts if size == self.seq_len else np.append(cut.starts, size)  # the padding counts from 0 too
-            lengths = np.diff(np.append(starts, self.seq_len))
-            positions = np.arange(self.seq_len) - np.repeat(starts, lengths)
+            positions = np.arange(self.seq_len)
+            if size < self.seq_len:  # the padding counts from 0 too
+                starts = np.append(cut.starts, size)
+                positions -= starts.take(self._numbered(starts))
+            elif cut.starts.size > 1:
+                positions -= cut.starts.take(self._numbered(cut.starts) if documents is None else documents)
+        if documents is not None and size < self.seq_len:
+            documents[size:] = -1
         return Row(self.fill(tokens, self.pad), labels, size, documents, positions, select)
+
+    def _numbered(self, starts: np.ndarray) -> np.ndarray:
+        """int32 [S]: the index of the last of `starts` (rising from 0) that is not behind each position."""
+        numbers = np.zeros(self.seq_len, dtype=np.int32)
+        if starts.size > 1:
+            numbers[starts[1:]] = 1
+            numbers.cumsum(dtype=np.int32, out=numbers)
+        return numbers
 
     def fill(self, values: np.ndarray, value: int) -> np.ndarray:
         if values.size == self.seq_len:

@@ -20,6 +20,8 @@ __all__ = ["Permutation", "Span", "key", "mix", "mix_array", "step_span"]
 _MASK = 2**64 - 1
 _STEP = 0x9E3779B97F4A7C15
 _A, _B = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_STEP_64, _A_64, _B_64 = (np.uint64(number) for number in (_STEP, _A, _B))
+_SHIFTS = tuple(np.uint64(number) for number in (30, 27, 31))
 _ROUNDS = 8
 
 
@@ -43,10 +45,15 @@ def mix(stream: int, counter: int) -> int:
 
 def mix_array(stream: int, counters: np.ndarray) -> np.ndarray:
     """`mix` of every counter. Any integer array in, uint64 of the same shape out."""
-    x = counters.astype(np.uint64) * np.uint64(_STEP) + np.uint64(stream)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(_A)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(_B)
-    return x ^ (x >> np.uint64(31))
+    x = counters.astype(np.uint64)  # a copy, so that everything below happens in place
+    x *= _STEP_64
+    x += np.uint64(stream)
+    x ^= x >> _SHIFTS[0]
+    x *= _A_64
+    x ^= x >> _SHIFTS[1]
+    x *= _B_64
+    x ^= x >> _SHIFTS[2]
+    return x
 
 
 class Permutation:
@@ -64,17 +71,22 @@ class Permutation:
         self._a = isqrt(n - 1) + 1
         self._b = -(-n // self._a)
         self._keys = _digest(("order", n, seed, epoch), _ROUNDS)
+        self._pairs = tuple(zip(self._keys[::2], self._keys[1::2], strict=True))
 
     def __call__(self, i: int) -> int:
         """The i-th element. Raises IndexError outside range(n)."""
         a, b = self._a, self._b
         left, right = divmod(self._checked(i), b)
         while True:
-            for turn, round_key in enumerate(self._keys):
-                if turn % 2:
-                    right = (right + mix(round_key, left)) % b
-                else:
-                    left = (left + mix(round_key, right)) % a
+            for even, odd in self._pairs:  # two rounds, `mix` written out: every row of a run comes by here
+                x = (even + right * _STEP) & _MASK
+                x = ((x ^ (x >> 30)) * _A) & _MASK
+                x = ((x ^ (x >> 27)) * _B) & _MASK
+                left = (left + (x ^ (x >> 31))) % a
+                x = (odd + left * _STEP) & _MASK
+                x = ((x ^ (x >> 30)) * _A) & _MASK
+                x = ((x ^ (x >> 27)) * _B) & _MASK
+                right = (right + (x ^ (x >> 31))) % b
             if left * b + right < self.n:
                 return left * b + right
 

@@ -151,6 +151,8 @@ class Subset:
     def window(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens start .. stop - 1 of the stream: (tokens int64 [stop - start], where each document that has a token in it
         begins, counted from `start` and so maybe below 0 for the first, document numbers in the store)."""
+        if len(self._first) == 1:  # a whole store is one run
+            return self._piece(start + int(self._base[0]), stop + int(self._base[0]), 0)
         parts = [self._piece(*piece) for piece in self._pieces(start, stop)]
         if len(parts) == 1:
             return parts[0]
@@ -159,7 +161,7 @@ class Subset:
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(first and past-the-last token in the store, place in the window) of each run that the window meets."""
-        run = int(np.searchsorted(self._stream, start, side="right")) - 1
+        run = int(self._stream.searchsorted(start, side="right")) - 1
         place = start
         while place < stop:
             end = min(stop, int(self._stream[run + 1]))
@@ -169,12 +171,14 @@ class Subset:
             place, run = end, run + 1
 
     def _piece(self, start: int, stop: int, place: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        first = int(np.searchsorted(self._offsets, start, side="right")) - 1
-        last = int(np.searchsorted(self._offsets, stop, side="left"))
+        first = int(self._offsets.searchsorted(start, side="right")) - 1
+        last = int(self._offsets.searchsorted(stop, side="left"))
         bounds = self._offsets[first : last + 1]
+        begins, ids = bounds[:-1] - (start - place), np.arange(first, last)
         full = bounds[1:] > bounds[:-1]  # documents without tokens have no place in a row
-        begins = bounds[:-1][full] - start + place
-        return self.store.read(start, stop).astype(np.int64), begins, np.arange(first, last)[full]
+        if not full.all():
+            begins, ids = begins[full], ids[full]
+        return self.store.read(start, stop).astype(np.int64), begins, ids
 
 
 def _cumulative(sizes: np.ndarray) -> np.ndarray:
@@ -206,12 +210,13 @@ class StreamRows:
         return -(-self.subset.tokens // self.seq_len)
 
     def cut(self, row: int) -> Cut:
-        start = row * self.seq_len
-        size = min(self.seq_len, self.subset.tokens - start)
+        start, total = row * self.seq_len, self.subset.tokens
+        size = min(self.seq_len, total - start)
         # One token more than the row has: its last token must know what follows, and whether that is a new document.
-        tokens, begins, ids = self.subset.window(start, min(start + size + 1, self.subset.tokens))
-        following = np.full(size, IGNORE, dtype=np.int64)
+        tokens, begins, ids = self.subset.window(start, min(start + size + 1, total))
+        following = np.empty(size, dtype=np.int64)
         following[: tokens.size - 1] = tokens[1:]
+        following[tokens.size - 1 :] = IGNORE
         eligible = None
         if self._prompts is not None:
             document, offset = _spread(begins, tokens.size)
@@ -220,8 +225,10 @@ class StreamRows:
             eligible = target[:size]
         if not self._mask:
             return Cut(tokens[:size], following, np.zeros(1, dtype=np.int64), eligible)
-        following[begins[begins > 0] - 1] = IGNORE
-        return Cut(tokens[:size], following, np.maximum(begins[begins < size], 0), eligible)
+        following[begins[1:] - 1] = IGNORE  # all but the first begin behind the row's first token
+        starts = begins[:-1] if begins[-1] >= size else begins  # the last may begin behind the row
+        starts[0] = 0
+        return Cut(tokens[:size], following, starts, eligible)
 
 
 class DocumentRows:

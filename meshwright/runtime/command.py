@@ -1,7 +1,12 @@
-"""What `meshwright train` does, as a value: a launcher on a machine, or one rank where somebody else started the ranks."""
+"""What `meshwright train` does, as a value: a launcher on a machine, or one rank where somebody else started the ranks.
+
+Whatever loads torch is imported where it is needed: a mistake in the settings is answered a second sooner.
+"""
 
 from __future__ import annotations
 
+import atexit
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -10,20 +15,18 @@ from typing import TYPE_CHECKING, Any
 from meshwright.config.load import Resolved, load_config
 from meshwright.errors import ConfigError, Finding, counted
 from meshwright.runtime.folder import RunFolder
-from meshwright.runtime.modules import load_modules
-from meshwright.runtime.rebalance import rebalanced
-from meshwright.runtime.setup import Ready, Target, set_up
 from meshwright.spec.plan import read_plan
 
 if TYPE_CHECKING:
     from meshwright.distributed.environment import Nodes, World
+    from meshwright.runtime.setup import Ready, Target
 
 __all__ = ["TrainCommand", "target_of"]
 
 STOPPED = 143
 """Exit code of a rank without a launcher of ours that saved and stopped: SIGTERM's, so that a job is not taken for done."""
 
-Show = Callable[[Resolved, Ready], None]
+Show = Callable[["Resolved", "Ready"], None]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,9 @@ class TrainCommand:
         from meshwright.distributed.environment import read_nodes, read_world
 
         resolved = self.resolved()
+        atexit.register(gc.freeze)  # else the end of the process looks through every object of torch, for a third of a second
+        from meshwright.runtime.modules import load_modules
+
         load_modules(resolved.config.run.modules)
         nodes = read_nodes()
         world = read_world(warn=nodes is None)
@@ -71,6 +77,7 @@ class TrainCommand:
         from meshwright.distributed.launch import launch
         from meshwright.distributed.rendezvous import parse_endpoint
         from meshwright.observe.trace import Profile
+        from meshwright.runtime.setup import set_up
 
         Profile(self.profile)  # a range that cannot be is refused before anything is prepared
         if self.rdzv is not None:
@@ -112,6 +119,8 @@ class TrainCommand:
         if self.plan is not None or not self._is_resume(folder):
             what = "is for a resumed run, whose own plan it changes"
             raise ConfigError(findings=[Finding("--rebalance", what, "Give --resume RUN, and no --plan")])
+        from meshwright.runtime.rebalance import rebalanced
+
         stages, plan = rebalanced(folder)
         _say(f"stages: {list(stages.split)} layers -> {list(stages.better)}, by the times of {stages.checkpoint}")
         return plan.to_dict()
@@ -131,6 +140,7 @@ class TrainCommand:
     def as_rank(self, resolved: Resolved, world: World, show: Show) -> int:
         """One rank that torchrun, Slurm, Kubernetes or a launcher of several machines started: the first one prepares."""
         from meshwright.runtime.alike import settings
+        from meshwright.runtime.setup import Target, set_up
         from meshwright.runtime.worker import Job, start
 
         self._refuse_launching(world)
@@ -178,6 +188,7 @@ def target_of(resolved: Resolved, nproc: int | None = None, chosen: str | None =
     nproc: ranks; default: one a device, two on a CPU. Raises ConfigError for more ranks than devices.
     """
     from meshwright.distributed import device as devices
+    from meshwright.runtime.setup import Target
 
     device_type = _device_type(resolved)
     env = {}
@@ -194,16 +205,17 @@ def target_of(resolved: Resolved, nproc: int | None = None, chosen: str | None =
 
 def finish(folder: RunFolder, profile: str | None) -> None:
     """After the ranks are gone: the sample of generated text, the report, and where things are. profile: of --profile."""
-    from meshwright.observe.report import write_report
-    from meshwright.runtime.trained import continue_text, load_trained
-
     log = folder.read_config().config.log
     if log.sample is not None:
+        from meshwright.runtime.trained import continue_text, load_trained
+
         text = continue_text(
             load_trained(folder.path), log.sample, max_tokens=log.sample_tokens, temperature=log.sample_temperature
         )
         _say(f"sample: {text}")
     if log.report:
+        from meshwright.observe.report import write_report
+
         _say(f"report: {write_report(folder.path)}")
     if profile is not None:
         traced = folder.profile.is_dir() and any(folder.profile.iterdir())

@@ -15,7 +15,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,serve,dev]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,serve,export,dev]'
 	touch $@
 
 quickstart: install

@@ -1,9 +1,13 @@
-"""What differs between the torch releases this package supports, and any name that is not public. Each has a canary test."""
+"""What differs between the torch releases this package supports, any name that is not public, and what a library does otherwise
+than its callers here need. Each has a canary test."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # what BatchNorm1d to 3d and SyncBatchNorm have in common
 from torch.nn.modules.batchnorm import _NormBase as NormBase  # and InstanceNorm1d to 3d
 
@@ -16,6 +20,7 @@ __all__ = [
     "flash_forward",
     "grouped_mm",
     "reduce_scatter_single",
+    "save_tensors",
 ]
 
 # torch 2.13 renames these two collectives and warns about the old names; older releases know the old names only
@@ -113,3 +118,11 @@ def count_step(optimizer: torch.optim.Optimizer) -> None:
     """Have torch's learning-rate schedulers see that this optimizer made a step; they warn where they see none. Where a
     scheduler is attached, `step` sets the same name."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """`safetensors.torch.save_file`, but with the permissions of any new file: by itself it lets the owner alone read it."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)

@@ -107,9 +107,10 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
 
 def planned(settings: Settings, outcome: Outcome) -> list[Task]:
     """The subprocesses of the suite on this machine."""
+    accelerated = outcome.machine is not None and outcome.machine["type"] != "cpu"
     have = outcome.machine["count"] if outcome.machine else 1
+    have = have if accelerated else max(have, *settings.gpus)  # a CPU has as many ranks as are asked for
     if settings.suite == "strategies":
-        accelerated = outcome.machine is not None and outcome.machine["type"] != "cpu"
         memory = outcome.machine["memory"] if outcome.machine is not None and accelerated else None
         return strategy_plan(settings, have, memory, outcome.strategies)
     if settings.suite == "scaling":

@@ -1,9 +1,13 @@
 """Our own side of a serving measurement: an engine with random weights of a recipe, and random prompts, all queued at once.
 
 python -m meshwright.bench.serving llama-1b --requests 256 --prompt 512 --answer 256 [--running 256] [--smoke]
+                                            [--eager] [--profile FILE]
 
 An answer has exactly `--answer` tokens, temperature 0. Prints one line of JSON: tokens of answers a second, steps, seconds of
-the median step in which every sequence has one new token, and the share of the device's copy rate that its bytes are.
+the median step in which every sequence has one new token, and beside them the limit of such a step: the bytes of the weights,
+and of the keys and values of the mean context, at the rate at which this device copies (measured in the same run).
+
+--profile writes a trace of five such steps (chrome://tracing, Perfetto) and prints the time of each kernel in one of them.
 """
 
 from __future__ import annotations
@@ -12,11 +16,15 @@ import argparse
 import json
 import random
 import statistics
+import sys
 import time
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile, supported_activities
 
+from meshwright.bench.ceilings import copy_rate
 from meshwright.bench.measure import GIB
 from meshwright.config.recipes import recipe
 from meshwright.config.schema import ModelConfig
@@ -40,7 +48,11 @@ def main() -> None:
     prompts = prompts_of(config.vocab or 0, args)
     if args.warm:
         measure(engine, device, prompts[: args.running or args.requests], 8)
-    print(json.dumps({**measure(engine, device, prompts, args.answer), **said(engine, device, args)}), flush=True)
+    found = measure(engine, device, prompts, args.answer)
+    bound = limit(engine, device, min(args.running or args.requests, args.requests), args.prompt + args.answer / 2)
+    print(json.dumps({**found, **bound, **said(engine, device, args)}), flush=True)
+    if args.profile:
+        traced(engine, device, prompts[: args.running or args.requests], args.profile)
 
 
 def arguments() -> argparse.Namespace:
@@ -52,6 +64,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--running", type=int, help="sequences at a time; default: all")
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a step")
     parser.add_argument("--block", type=int, default=16, help="tokens of a block of the cache")
+    parser.add_argument("--eager", action="store_true", help="steps are called, never recorded; the next one is not ahead")
+    parser.add_argument("--profile", metavar="FILE", help="a trace of five decode steps goes there")
     parser.add_argument("--no-warm", dest="warm", action="store_false")
     parser.add_argument("--smoke", action="store_true", help="tiny numbers in place of the recipe's")
     return parser.parse_args()
@@ -67,7 +81,9 @@ def engine_of(config: ModelConfig, device: torch.device, args: argparse.Namespac
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
     running = args.running or args.requests
-    return LLMEngine(model, max_running=running, token_budget=max(args.budget, running), block_size=args.block, prefix=False)
+    sizes: dict[str, Any] = {"max_running": running, "token_budget": max(args.budget, running), "block_size": args.block}
+    how: dict[str, Any] = {"graphs": False, "ahead": False} if args.eager else {}
+    return LLMEngine(model, **sizes, **how, prefix=False)
 
 
 def prompts_of(vocab: int, args: argparse.Namespace) -> list[tuple[int, ...]]:
@@ -100,6 +116,48 @@ def measure(engine: LLMEngine, device: torch.device, prompts: list[tuple[int, ..
         "decode_step": statistics.median(decode) if decode else None,
         "decode_steps": len(decode),
     }
+
+
+def limit(engine: LLMEngine, device: torch.device, sequences: int, context: float) -> dict[str, Any]:
+    """Seconds that a step of one token for each sequence cannot go below: weights / rate + 2 layers kv_heads head_dim bytes x
+    context x sequences / rate. A rate of copies counts what is read and what is written; the step only reads. An embedding is
+    looked up, so it counts where it is the output matrix too."""
+    model = engine.runner.model  # type: ignore[union-attr]  # of one device
+    config, size = model.config, next(model.parameters()).element_size()
+    embedding = 0 if config.tied else model.embedding.weight.numel()
+    weights = (sum(parameter.numel() for parameter in model.parameters()) - embedding) * size
+    head_dim = config.head_dim or config.width // config.heads
+    token = 2 * config.layers * (config.kv_heads or config.heads) * head_dim * size
+    rate = copy_rate(device, 16 << 20 if device.type == "cpu" else 4 << 30)
+    seconds = {"weights_limit": weights / rate, "cache_limit": token * context * sequences / rate}
+    return {"bytes_per_s": rate, "weight_bytes": weights, "token_bytes": token, **seconds, "step_limit": sum(seconds.values())}
+
+
+def traced(engine: LLMEngine, device: torch.device, prompts: list[tuple[int, ...]], file: str, steps: int = 5) -> None:
+    """Starts all prompts, and traces some steps once each has its first token. To stderr: microseconds of one step by kernel,
+    with how often it ran, and how long the step was."""
+    params = SamplingParams(temperature=0.0, max_tokens=4 * steps, ignore_eos=True)
+    for number, tokens in enumerate(prompts):
+        engine.add(Request(str(number), tokens, params))
+    waiting = {str(number) for number in range(len(prompts))}
+    while waiting:
+        waiting -= {output.id for output in engine.step()}
+    for _ in range(3):
+        engine.step()
+    with profile(activities=supported_activities()) as trace:
+        at = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        devices.synchronize(device)
+        seconds = time.perf_counter() - at
+    trace.export_chrome_trace(file)
+    found = [event for event in trace.key_averages() if (event.device_type == DeviceType.CPU) is (device.type == "cpu")]
+    took = {event.key: event.self_cpu_time_total if device.type == "cpu" else event.self_device_time_total for event in found}
+    print(f"{sum(took.values()) / steps:10.1f} us in kernels of a step of {seconds / steps * 1e6:.1f}", file=sys.stderr)
+    for event in sorted(found, key=lambda event: -took[event.key])[:40]:
+        print(f"{took[event.key] / steps:10.1f} us {event.count / steps:7.1f} x {event.key[:90]}", file=sys.stderr)
+    while engine.has_work:
+        engine.step()
 
 
 def said(engine: LLMEngine, device: torch.device, args: argparse.Namespace) -> dict[str, Any]:

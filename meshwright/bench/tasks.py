@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.bench.peers import BEST, PEERS, missing
@@ -125,7 +125,8 @@ def strategy_plan(
             found[name, strategy.name, strategy.devices] = strategy
             more = ("--precision", strategy.precision, "--rows", str(strategy.rows), "--plan", json.dumps(strategy.plan))
             tasks.append(our_task(settings, strategy.name, name, strategy.devices, have, *more))
-        tasks += [peer_task(settings, peer, name, devices, have) for peer in peers_of(settings, name)]
+        for peer in peers_of(settings, name):  # ours are named by their strategy, and one peer is called ddp
+            tasks.append(replace(peer_task(settings, peer, name, devices, have), engine=f"peer {peer}"))
     return tasks
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from meshwright.checkpoint.manifest import ITEM_BYTES
 from meshwright.checkpoint.pieces import Piece, Share
+from meshwright.compat import save_tensors
 
 __all__ = ["Staged", "Staging", "file_sha256", "shard_name", "sync_folder", "write_shard"]
 
@@ -90,7 +90,7 @@ def write_shard(folder: Path, name: str, staged: Sequence[Staged]) -> dict[str, 
         for s in staged
     ]
     path = folder / name
-    save_file({s.share.key: s.tensor for s in staged}, str(path))
+    save_tensors({s.share.key: s.tensor for s in staged}, path)
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
     sync_folder(folder)

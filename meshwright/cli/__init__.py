@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "Answer over HTTP: completions, chat, embeddings, classes, masks.",
     "prepare": "Turn text into token shards.",
     "convert": "Hugging Face weights to ours and back, compared.",
+    "export": "A model as files of Hugging Face, ONNX, torch.export or Triton, compared.",
     "bench": "Speeds on this machine: strategies, other tools, scaling, ceilings.",
     "report": "Write report.html of a run again.",
     "rebalance": "Even out the pipeline stages of a run by measured times.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
 
-    from meshwright.config.schema import ModelConfig
+    from meshwright.export.hf import Converted
 
 
 class Task(StrEnum):
@@ -34,11 +33,29 @@ class How(StrEnum):
     weights = "weights"
 
 
-def _load_run(run: Path) -> tuple[nn.Module, ModelConfig, str, Callable[[Path], object]]:
-    from meshwright.runtime.trained import load_trained
+def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
+    import torch
 
-    trained = load_trained(run)
-    return trained.model, trained.model_config, trained.task, trained.tokenizer.save
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+    return types[dtype.value] if dtype else None
+
+
+def compared(done: Converted, source: Path, target: Path, how: How) -> int:
+    """Say what was written and how it compares; the exit code."""
+    from meshwright.export import hf
+    from meshwright.runtime.exporting import load_source
+
+    print(f"{source} -> {target}: {done.direction}, {done.family}, task {done.task}")
+    for note in done.notes:
+        print(f"note: {note}")
+    if done.unused:
+        shown = ", ".join(done.unused[:4]) + (f" and {len(done.unused) - 4} more" if len(done.unused) > 4 else "")
+        print(f"note: left out, since the task does not use them: {shown}")
+    comparison = hf.compare(done, source, target, how.value, load_source)
+    print(f"compared: {comparison}")
+    if not comparison.good:
+        print("the two sides disagree: do not use the result")
+    return 0 if comparison.good else 1
 
 
 def register(app: typer.Typer) -> None:
@@ -59,12 +76,10 @@ def register(app: typer.Typer) -> None:
 
         The direction follows from what SOURCE holds.
         """
-        import torch
-
         from meshwright.errors import ConfigError, Finding
         from meshwright.export import hf
+        from meshwright.runtime.exporting import load_source
 
-        types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
         from_there = hf.source_kind(source) == "huggingface"
         given = [("--family", family)] if from_there else [("--task", task)]
         where = "from" if from_there else "to"
@@ -76,18 +91,8 @@ def register(app: typer.Typer) -> None:
             target,
             task=task.value if task else None,
             family=family,
-            dtype=types[dtype.value] if dtype else None,
+            dtype=torch_dtype(dtype),
             shard_bytes=shard_mib * 2**20,
-            load_run=_load_run,
+            load_run=load_source,
         )
-        print(f"{source} -> {target}: {done.direction}, {done.family}, task {done.task}")
-        for note in done.notes:
-            print(f"note: {note}")
-        if done.unused:
-            shown = ", ".join(done.unused[:4]) + (f" and {len(done.unused) - 4} more" if len(done.unused) > 4 else "")
-            print(f"note: left out, since the task does not use them: {shown}")
-        comparison = hf.compare(done, source, target, compare.value, _load_run)
-        print(f"compared: {comparison}")
-        if not comparison.good:
-            print("the two sides disagree: do not use the result")
-        return 0 if comparison.good else 1
+        return compared(done, source, target, compare)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -19,6 +21,7 @@ from meshwright.errors import DeviceError, Finding
 
 __all__ = [
     "Memory",
+    "Recorder",
     "backend",
     "capability",
     "cores",
@@ -32,7 +35,9 @@ __all__ = [
     "memory_total",
     "name",
     "pick",
+    "pinned",
     "rank_device",
+    "records",
     "reset_memory_peaks",
     "set_current",
     "stream",
@@ -155,21 +160,50 @@ def mark(device: torch.device, stream: torch.Stream | None = None) -> torch.Even
     return made
 
 
-def fetch(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Starts a copy of the values [N] to the host. What is returned waits for it, and not for what was queued meanwhile: a
+def fetch(values: torch.Tensor) -> Callable[[], list[Any]]:
+    """Starts a copy of the values to the host. What is returned waits for it, and not for what was queued meanwhile: a
     plain `tolist` copies when it is called, behind everything that the device has been given since."""
     if values.device.type == "cpu":
-        return values.tolist
+        listed = values.tolist()
+        return lambda: listed
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     arrived = mark(values.device)
 
-    def wait() -> list[float]:
+    def wait() -> list[Any]:
         assert arrived is not None  # not on a CPU
         arrived.synchronize()
         return host.tolist()
 
     return wait
+
+
+def pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the host, where the device can copy from it without the host waiting; the memory is not used again before."""
+    host = torch.from_numpy(numbers)
+    if device.type == "cpu":
+        return host
+    return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
+
+
+def records(device: torch.device) -> bool:
+    """Whether the device can replay launches that it recorded, as a `Recorder` does."""
+    return device.type == "cuda"
+
+
+class Recorder:
+    """Records what a call launches, for a device that `records`. What the calls allocate on their way is in memory that all
+    recordings share: none may be replayed beside another, and what outlives a call must be allocated before."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], object]) -> Callable[[], None]:
+        """The launches of `call`, which is not computed by this. Other threads may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            call()
+        return graph.replay
 
 
 def memory(device: torch.device) -> Memory:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from meshwright.distributed import device as devices
 from meshwright.distributed.environment import World
-from meshwright.errors import DeviceError, Finding, MeshwrightError
+from meshwright.errors import DeviceError, Finding, MeshwrightError, RankFailure
 
 __all__ = ["Ranks", "init_world"]
 
@@ -142,12 +142,31 @@ def _await_all(store: dist.Store, key: str, world: World, end: float, failing: s
 
 
 def _leave(ranks: Ranks, timeout: float) -> None:
-    """Nobody destroys its groups, or the store that rank 0 may hold, while another rank still uses them."""
+    """Nobody destroys its groups, or the store that rank 0 may hold, while another rank still uses them.
+
+    torch's barrier keeps its time on rank 0 alone; where that one does not come, the others would wait as long as a collective
+    may take. Raises RankFailure.
+    """
     from meshwright.distributed.reduce import barrier
 
     devices.synchronize(ranks.device)
-    if ranks.size > 1:
-        barrier(ranks.control, timeout, "the end of the run")
+    if ranks.size == 1:
+        return
+    failed: list[RankFailure] = []
+
+    def meet() -> None:
+        try:
+            barrier(ranks.control, timeout, "the end of the run")
+        except RankFailure as error:
+            failed.append(error)
+
+    waiting = threading.Thread(target=meet, daemon=True)
+    waiting.start()
+    waiting.join(timeout + 5.0)
+    if waiting.is_alive():
+        failed.append(RankFailure(f"rank {ranks.rank} waited {timeout:g} s at the end of the run: rank 0 has not come there"))
+    if failed:
+        raise failed[0]
 
 
 def _names(ranks: list[int]) -> str:

@@ -1,9 +1,9 @@
-"""Between folders of Hugging Face and ours: convert, read back what was written, compare."""
+"""Between folders of Hugging Face and ours: convert, read back what was written, compare. `convert` and `export --to hf`."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,8 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import CheckpointError, ConfigError, Finding
+from meshwright.export.source import LoadRun, Source
 from meshwright.models.files import (
     DESCRIPTION,
     Description,
@@ -23,19 +25,16 @@ from meshwright.models.files import (
     read_description,
     write_model,
 )
-from meshwright.models.hf import CONFIG, HfFolder, export_tensors
+from meshwright.models.hf import CONFIG, HfFolder, export_tensors, load_hf
 from meshwright.models.hf_weights import weight_map
 from meshwright.models.registry import build
 from meshwright.models.shards import SHARD_BYTES, Shards
 
-__all__ = ["Comparison", "Converted", "LoadRun", "compare", "convert", "source_kind"]
+__all__ = ["Comparison", "Converted", "compare", "convert", "source_kind", "to_huggingface"]
 
 _LOGIT_LIMIT_PARAMETERS = 2e9
 """Above this, two fp32 copies of the model are more than a comparison is worth: weights are compared instead."""
 _ROWS, _LENGTH = 2, 256
-
-LoadRun = Callable[[Path], tuple[nn.Module, ModelConfig, str, Callable[[Path], object]]]
-"""Run folder -> (model, config, task, function that writes its tokenizer into a folder). `runtime` has it."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +79,14 @@ def source_kind(folder: Path) -> str:
     """ "run", "ours" or "huggingface". Raises CheckpointError for anything else."""
     if (folder / DESCRIPTION).is_file():
         return "ours"
-    if (folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file():
+    if ((folder / "checkpoints").is_dir() and (folder / "config.yaml").is_file()) or (folder / MANIFEST).is_file():
         return "run"
     if (folder / CONFIG).is_file():
         return "huggingface"
-    what = f"has neither {CONFIG} (Hugging Face), {DESCRIPTION} (a model of ours) nor config.yaml and checkpoints/ (a run)"
+    what = (
+        f"has neither {CONFIG} (Hugging Face), {DESCRIPTION} (a model of ours), {MANIFEST} (a checkpoint) nor config.yaml and "
+    )
+    what += "checkpoints/ (a run)"
     raise CheckpointError(findings=[Finding(str(folder), what if folder.is_dir() else "is no folder")])
 
 
@@ -108,15 +110,29 @@ def convert(
     source, target = Path(source), Path(target)
     if source_kind(source) == "huggingface":
         return _from_hf(source, target, task, dtype, shard_bytes)
-    with _our_tensors(source, load_run) as (description, ours, stored, tokenizer):
-        kind = dtype or stored
+    return to_huggingface(source, target, family=family, dtype=dtype, shard_bytes=shard_bytes, load_run=load_run)
+
+
+def to_huggingface(
+    source: str | Path,
+    target: str | Path,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    load_run: LoadRun | None = None,
+) -> Converted:
+    """Write any folder that holds a model, one of Hugging Face too, as one that `transformers` and vLLM load. As `convert`."""
+    with _our_tensors(Path(source), load_run) as given:
+        kind = dtype or given.dtype
         hf = export_tensors(
-            lambda name: ours(name).to(kind),
+            lambda name: given.tensor(name).to(kind),
             kind,
-            description,
+            given.description,
             target,
             family=family,
-            tokenizer_folder=tokenizer,
+            labels=given.labels,
+            tokenizer_folder=given.tokenizer,
             shard_bytes=shard_bytes,
         )
     return Converted("to Hugging Face", hf.family, hf.task, hf.config, hf.notes)
@@ -138,28 +154,46 @@ def _from_hf(source: Path, target: Path, task: str | None, dtype: torch.dtype | 
         return Converted("from Hugging Face", hf.family, hf.task, hf.config, hf.notes, tuple(opened.unused))
 
 
+@dataclass(frozen=True)
+class _Given:
+    """tensor: by its name here. tokenizer: folder of its files. labels: of a run; those of a folder stand in its files."""
+
+    description: Description
+    tensor: Callable[[str], torch.Tensor]
+    dtype: torch.dtype
+    tokenizer: Path
+    labels: tuple[str, ...] = ()
+
+
 @contextmanager
-def _our_tensors(
-    source: Path, load_run: LoadRun | None
-) -> Iterator[tuple[Description, Callable[[str], torch.Tensor], torch.dtype, Path]]:
-    """(what it is, tensor by name, dtype, folder of the tokenizer) of a model folder or a run."""
-    if source_kind(source) == "ours":
+def _our_tensors(source: Path, load_run: LoadRun | None) -> Iterator[_Given]:
+    kind = source_kind(source)
+    if kind == "ours":
         with Shards(source) as shards:
-            yield read_description(source), shards.get, shards.widest(), source
+            yield _Given(read_description(source), shards.get, shards.widest(), source)
         return
-    model, config, task, save_tokenizer = _run(source, load_run)
-    tensors = dict(model_tensors(model))
+    if kind == "huggingface":
+        model, hf = load_hf(source)
+        described = Description(hf.config, hf.task, {"model_type": hf.family, "kept": dict(hf.kept)})
+        yield _Given(described, *_tensors(model), source)
+        return
+    run = _run(source, load_run)
     with tempfile.TemporaryDirectory() as folder:
-        save_tokenizer(Path(folder))
-        yield Description(config, task), tensors.__getitem__, next(iter(tensors.values())).dtype, Path(folder)
+        run.tokenizer.save(folder)
+        yield _Given(Description(run.config, run.task), *_tensors(run.model), Path(folder), run.labels)
 
 
-def _run(source: Path, load_run: LoadRun | None) -> tuple[nn.Module, ModelConfig, str, Callable[[Path], object]]:
+def _tensors(model: nn.Module) -> tuple[Callable[[str], torch.Tensor], torch.dtype]:
+    tensors: Mapping[str, torch.Tensor] = dict(model_tensors(model))
+    return tensors.__getitem__, next(iter(tensors.values())).dtype
+
+
+def _run(source: Path, load_run: LoadRun | None) -> Source:
     if load_run is None:
         raise CheckpointError(
             findings=[Finding(str(source), "is a run, and nothing here reads runs", "Export its model first")]
         )
-    return load_run(source)
+    return load_run(source, None)
 
 
 def compare(
@@ -183,11 +217,11 @@ def _compare_weights(converted: Converted, ours: Path, theirs: Path, target: Pat
     model = build(converted.config, converted.task)
     weights = weight_map(model, converted.family, converted.task, converted.config.tied)
     different = count = 0
-    with _our_tensors(ours, load_run) as (_, tensor, stored, _), Shards(theirs) as shards:
-        kind = stored if ours == target else shards.widest()
+    with _our_tensors(ours, load_run) as given, Shards(theirs) as shards:
+        kind = given.dtype if ours == target else shards.widest()
         for name, value in weights.load(shards):
             count += 1
-            different += not torch.equal(tensor(name).to(kind), value.to(kind))
+            different += not torch.equal(given.tensor(name).to(kind), value.to(kind))
     return Comparison("weights", different, count)
 
 
@@ -201,7 +235,7 @@ def _compare_logits(converted: Converted, ours: Path, theirs: Path, target: Path
     transformers.utils.logging.disable_progress_bar()
     with Shards(target) as shards:
         kind = shards.widest()  # both sides start from the weights as they were written
-    model = load_model(ours, dtype=kind)[0] if source_kind(ours) == "ours" else _run(ours, load_run)[0].to(kind)
+    model = _model(ours, kind, load_run)
     auto = {
         "lm": transformers.AutoModelForCausalLM,
         "mlm": transformers.AutoModelForMaskedLM,
@@ -215,3 +249,10 @@ def _compare_logits(converted: Converted, ours: Path, theirs: Path, target: Path
     logits = model.float()(tokens)
     expected = other(tokens).logits
     return Comparison("logits", float((logits - expected).abs().max()), float(expected.abs().max()))
+
+
+def _model(folder: Path, dtype: torch.dtype, load_run: LoadRun | None) -> nn.Module:
+    kind = source_kind(folder)
+    if kind == "ours":
+        return load_model(folder, dtype=dtype)[0]
+    return load_hf(folder, dtype=dtype)[0] if kind == "huggingface" else _run(folder, load_run).model.to(dtype)

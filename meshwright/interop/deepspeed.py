@@ -30,6 +30,8 @@ __all__ = ["Batch", "OptimizerSettings", "Settings", "translate"]
 MIB = 2**20
 REDUCE_BYTES = 4
 """Gradients are summed in fp32."""
+LARGEST_POWER = 127
+"""Of 2, that fp32 has, in which losses are scaled."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,8 @@ class _Sections(ScheduleReader):
         for switch in ("fp16_master_weights_and_grads", "consecutive_hysteresis"):
             if half and self.flag(fp16, switch, False, f"fp16.{switch}"):
                 self.refuse(f"fp16.{switch}", "true is not available here", "Leave it out")
-        scale = self.number(fp16, "loss_scale", 0.0, key="fp16.loss_scale", low=0.0)
-        power = self.number(fp16, "initial_scale_power", 16, key="fp16.initial_scale_power", low=0.0)
+        scale = self.number(fp16, "loss_scale", 0.0, key="fp16.loss_scale", low=0.0, high=2.0**LARGEST_POWER)
+        power = self.number(fp16, "initial_scale_power", 16, key="fp16.initial_scale_power", low=0.0, high=LARGEST_POWER)
         floor = self.number(fp16, "min_loss_scale", 1.0, key="fp16.min_loss_scale")
         made = LossScaleConfig(
             initial=float(scale) if scale else 2.0 ** float(power),
@@ -249,7 +251,7 @@ class _Sections(ScheduleReader):
             if self.whole(section, name, neutral, key=f"zero_optimization.{name}") not in (neutral, 0):
                 self.refuse(f"zero_optimization.{name}", f"{section[name]} is not available here", "Leave it out")
         elements = self.whole(
-            section, "reduce_bucket_size", 500_000_000, key="zero_optimization.reduce_bucket_size", spare=True
+            section, "reduce_bucket_size", 500_000_000, key="zero_optimization.reduce_bucket_size", low=1, spare=True
         )
         return {
             "zero": stage,
@@ -263,7 +265,7 @@ class _Sections(ScheduleReader):
         device, nvme = {}, []
         for name, before in old.items():
             given = [each for each in before if self.flag(section, each, False, f"zero_optimization.{each}")]
-            block = self.section(section, name)
+            block = self.section(section, name, "zero_optimization.")
             if given and name in section:
                 self.refuse(f"zero_optimization.{given[0]}, {name}", "both are there, and mean the same", f"Keep {name}")
             self.unknown(block, keys.OFFLOAD, f"zero_optimization.{name}.")
@@ -293,7 +295,7 @@ class _Sections(ScheduleReader):
                 self.refuse("optimizer", "there is none", "Add one, or let the script bring it")
             return None
         self.unknown(section, ("type", "params", "legacy_fusion"), "optimizer.")
-        params = self.section(section, "params")
+        params = self.section(section, "params", "optimizer.")
         kind = {name.lower(): name for name in keys.OPTIMIZER}.get(str(kind).lower(), str(kind))
         if kind not in keys.OPTIMIZER:
             near = difflib.get_close_matches(kind, keys.OPTIMIZER, n=1, cutoff=0.7)
@@ -321,6 +323,9 @@ class _Sections(ScheduleReader):
         if kind == "SGD":
             nesterov = self.flag(params, "nesterov", False, "optimizer.params.nesterov")
             momentum, dampening = number("momentum", 0.0), number("dampening", 0.0)
+            if nesterov and (not momentum or dampening):
+                what = f"needs a momentum and no dampening, and they are {momentum:g} and {dampening:g}"
+                self.refuse("optimizer.params.nesterov", what)
             return OptimizerSettings("sgd", lr, weight_decay=decay, momentum=momentum, nesterov=nesterov, dampening=dampening)
         off("bias_correction", True)
         off("amsgrad", False)
@@ -328,11 +333,15 @@ class _Sections(ScheduleReader):
         self.dead += [f"optimizer.params.{name}" for name in ("torch_adam", "set_grad_none") if name in params]
         betas = params.get("betas", (0.9, 0.999))
         betas = self.arguments.get("betas", (0.9, 0.999)) if betas == AUTO else betas
-        if not isinstance(betas, list | tuple) or len(betas) != 2 or not all(isinstance(b, int | float) for b in betas):
-            self.refuse("optimizer.params.betas", f"{betas!r} are not two numbers")
+        if not isinstance(betas, list | tuple) or len(betas) != 2 or not all(_is_share(each) for each in betas):
+            self.refuse("optimizer.params.betas", f"{betas!r} are not two numbers of at least 0 and below 1")
             betas = (0.9, 0.999)
         eps = number("eps", 1e-8)
         return OptimizerSettings("adam" if plain else "adamw", lr, (float(betas[0]), float(betas[1])), eps, decay)
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
 def _is_off(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,12 +47,12 @@ class Reader:
         if self.findings:
             raise ConfigError(findings=self.findings)
 
-    def section(self, data: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    def section(self, data: Mapping[str, Any], key: str, within: str = "") -> Mapping[str, Any]:
         value = data.get(key)
         if value is None:
             return {}
         if not isinstance(value, Mapping):
-            self.refuse(key, f"is no object but {value!r}")
+            self.refuse(f"{within}{key}", f"is no object but {value!r}")
             return {}
         return value
 
@@ -77,6 +78,7 @@ class Reader:
         key: str = "",
         argument: str = "",
         low: float | None = None,
+        high: float | None = None,
         spare: bool = False,
     ) -> Any:
         key = key or name
@@ -86,8 +88,11 @@ class Reader:
         if isinstance(value, bool) or not isinstance(value, int | float):
             self.refuse(key, f"{value!r} is no number")
             return default
-        if low is not None and not value >= low:
-            self.refuse(key, f"{value!r} is below {low:g}")
+        if not math.isfinite(value):
+            self.refuse(key, f"{value!r} is no finite number")
+            return default
+        if (low is not None and value < low) or (high is not None and value > high):
+            self.refuse(key, f"{value!r} is {f'below {low:g}' if low is not None and value < low else f'above {high:g}'}")
             return default
         return value
 
@@ -111,7 +116,7 @@ class Reader:
         return default
 
     def unknown(self, data: Mapping[str, Any], known: Iterable[str], prefix: str, strict: bool = True) -> None:
-        for name in data:
+        for name in map(str, data):
             if name in known:
                 continue
             hint = keys.HINTS.get(name) if not prefix else None

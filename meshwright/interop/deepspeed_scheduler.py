@@ -37,12 +37,12 @@ class ScheduleReader(Reader):
         if kind is None:
             return None
         self.unknown(section, ("type", "params"), "scheduler.")
-        if kind not in keys.SCHEDULERS:
+        if not isinstance(kind, str) or kind not in keys.SCHEDULERS:
             near = difflib.get_close_matches(str(kind), keys.SCHEDULERS, n=1, cutoff=0.6)
             fix = f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(keys.SCHEDULERS)}"
             self.refuse("scheduler.type", f"{kind!r} is not available here", fix)
             return None
-        params = self.section(section, "params")
+        params = self.section(section, "params", "scheduler.")
         self.unknown(params, keys.SCHEDULERS[kind], "scheduler.params.")
         if self.whole(params, "last_batch_iteration", -1, key="scheduler.params.last_batch_iteration") != -1:
             self.refuse("scheduler.params.last_batch_iteration", "is set by a checkpoint here", "Leave it out")

@@ -16,7 +16,7 @@ import torch
 
 from meshwright.compat import grouped_mm
 
-__all__ = ["grouped_linear", "looped_linear", "looped_weight_gradient"]
+__all__ = ["grouped_linear", "looped_linear", "looped_weight_gradient", "stays_on_device"]
 
 ALIGNED = 8
 """Elements to which the grouped kernel wants rows aligned: 16 bytes of bf16."""
@@ -46,6 +46,11 @@ def looped_weight_gradient(gradient: torch.Tensor, x: torch.Tensor, ends: torch.
 
 def _grouped(x: torch.Tensor, *sizes: int) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0 and all(size % ALIGNED == 0 for size in sizes)
+
+
+def stays_on_device(weight: torch.Tensor) -> bool:
+    """Whether `grouped_linear` of rows in the dtype of this weight [E, F, K] reads nothing on the host."""
+    return weight.is_cuda and weight.dtype == torch.bfloat16 and all(size % ALIGNED == 0 for size in weight.shape[1:])
 
 
 def _cleared(out: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -8,19 +8,52 @@ of a sequence, C most tokens of a sequence (M N).
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from meshwright.kernels.accelerated import paged_kernel
 
-__all__ = ["QUERIES", "Pages", "Rows", "gathered_attention", "paged_attention", "write_pages"]
+__all__ = ["QUERIES", "Pages", "Rows", "Singles", "gathered_attention", "paged_attention", "row_numbers", "write_pages"]
 
 QUERIES = 16
 """Queries of a sequence with more than one new token that a program of the kernel has."""
+
+
+class Rows(NamedTuple):
+    """What a kernel asks of the sequences of a step, in int32.
+
+    starts, counts, lengths  [R]
+    single, single_tokens    [D, 2] and [D]: (row, 0) of the sequences with one new token, and where that is
+    blocks                   [B, 2]: (row, first query) of QUERIES queries each, of the others
+    """
+
+    starts: torch.Tensor
+    counts: torch.Tensor
+    lengths: torch.Tensor
+    single: torch.Tensor
+    single_tokens: torch.Tensor
+    blocks: torch.Tensor
+
+
+def row_numbers(counts: Sequence[int], lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
+    """The fields of `Rows` on the host."""
+    starts = [0, *itertools.accumulate(counts)]
+    single = [row for row, count in enumerate(counts) if count == 1]
+    blocks = [(row, q) for row, count in enumerate(counts) if count > 1 for q in range(0, count, QUERIES)]
+    return (
+        np.array(starts[:-1], np.int32),
+        np.array(counts, np.int32),
+        np.array(lengths, np.int32),
+        np.array([(row, 0) for row in single], np.int32).reshape(-1, 2),
+        np.array([starts[row] for row in single], np.int32),
+        np.array(blocks, np.int32).reshape(-1, 2),
+    )
 
 
 @dataclass(frozen=True)
@@ -28,15 +61,17 @@ class Pages:
     """Which tokens are new in a step, and where those before them lie. The new ones of a sequence are its last ones.
 
     slots    int64 [T]: page * N + place in the page, where the keys and values of each new token go
-    tables   int64 [R, M]: pages of each sequence, in order; what is behind the last one may be anything valid
+    tables   int32 or int64 [R, M]: pages of each sequence, in order; what is behind the last one may be anything valid
     counts   new tokens of each sequence, in the order of the T tokens. On the host: shapes depend on them
     lengths  tokens of each sequence, the new ones included. On the host
+    rows     of `row_numbers`, on the device, for all layers of a step; None: sent when a kernel asks for them
     """
 
     slots: torch.Tensor
     tables: torch.Tensor
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
+    rows: Rows | None = None
 
     @cached_property
     def starts(self) -> list[int]:
@@ -50,36 +85,40 @@ class Pages:
 
     @cached_property
     def on_device(self) -> Rows:
-        """What a kernel asks of the sequences; made once a step, for all layers."""
-        starts, single = self.starts, self.single
-        blocks = [(row, q) for row, count in enumerate(self.counts) if count > 1 for q in range(0, count, QUERIES)]
+        """What a kernel asks of the sequences."""
+        if self.rows is not None:
+            return self.rows
+        numbers = row_numbers(self.counts, self.lengths)
+        return Rows(*(torch.from_numpy(part).to(self.slots.device, non_blocking=True) for part in numbers))
 
-        def sent(values: list[Any], *shape: int) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32).view(*shape).to(self.slots.device, non_blocking=True)
-
-        return Rows(
-            sent(starts[:-1], -1),
-            sent(list(self.counts), -1),
-            sent(list(self.lengths), -1),
-            sent([(row, 0) for row in single], -1, 2),
-            sent([starts[row] for row in single], -1).long(),
-            sent(blocks, -1, 2),
-        )
+    @property
+    def longest_single(self) -> int:
+        """Tokens of the longest sequence with one new token."""
+        return max(self.lengths[row] for row in self.single)
 
 
-class Rows(NamedTuple):
-    """starts, counts, lengths: int32 [R]. single: (row, 0) of those with one new token, single_tokens: where that is. blocks:
-    (row, first query) of QUERIES queries each, of the others."""
+@dataclass(frozen=True)
+class Singles:
+    """One new token of each sequence, the last one, as `Pages`, but how long a sequence is only the device knows: what is
+    launched depends on the shapes here and on nothing else.
 
-    starts: torch.Tensor
-    counts: torch.Tensor
+    slots int64 [R]. tables int32 or int64 [R, M]. lengths int32 [R], from 1 to M N
+    """
+
+    slots: torch.Tensor
+    tables: torch.Tensor
     lengths: torch.Tensor
-    single: torch.Tensor
-    single_tokens: torch.Tensor
-    blocks: torch.Tensor
+
+    @cached_property
+    def on_device(self) -> Rows:
+        each = torch.arange(self.lengths.shape[0], dtype=torch.int32, device=self.lengths.device)
+        single = torch.stack((each, torch.zeros_like(each)), 1)
+        return Rows(each, torch.ones_like(each), self.lengths, single, each, single[:0])
 
 
-def write_pages(k_TKE: torch.Tensor, v_TKE: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: Pages) -> None:
+def write_pages(
+    k_TKE: torch.Tensor, v_TKE: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: Pages | Singles
+) -> None:
     """Keys and values of the new tokens into the pages, [P, N, K, E] each, in place."""
     keys.flatten(0, 1).index_copy_(0, pages.slots, k_TKE)
     values.flatten(0, 1).index_copy_(0, pages.slots, v_TKE)
@@ -89,7 +128,7 @@ def paged_attention(
     q_THE: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pages: Pages,
+    pages: Pages | Singles,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -108,7 +147,7 @@ def gathered_attention(
     q_THE: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pages: Pages,
+    pages: Pages | Singles,
     *,
     window: int | None = None,
     scale: float | None = None,
@@ -117,6 +156,9 @@ def gathered_attention(
 
     Sequences with one new token go together, others one by one: padding them to each other would cost more.
     """
+    if isinstance(pages, Singles):
+        most = pages.tables.shape[1] * keys.shape[1]
+        return _alike(q_THE[:, None], keys, values, pages.tables, pages.lengths[:, None], most, window, scale)[:, 0]
     out_THE = torch.empty_like(q_THE)
     starts = pages.starts
     groups = [pages.single] if pages.single else []
@@ -127,23 +169,38 @@ def gathered_attention(
         at = torch.tensor([starts[row] for row in rows], device=q_THE.device)
         index_RQ = at[:, None] + torch.arange(count, device=q_THE.device)
         table_RM = pages.tables[torch.tensor(rows, device=q_THE.device), : -(-longest // keys.shape[1])]
-        k_RCKE, v_RCKE = (pool[table_RM].flatten(1, 2)[:, :longest] for pool in (keys, values))
-        lengths = torch.tensor([pages.lengths[row] for row in rows], device=q_THE.device)
-        query_RQ1 = (lengths[:, None] - count + torch.arange(count, device=q_THE.device))[..., None]
-        key_C = torch.arange(longest, device=q_THE.device)
-        nobodys_RC = key_C >= lengths[:, None]
-        for gathered in (k_RCKE, v_RCKE):  # what lies there may be no number, and stays none when it is multiplied by 0
-            gathered.masked_fill_(nobodys_RC[..., None, None], 0.0)
-        seen_RQC = key_C <= query_RQ1
-        if window is not None:
-            seen_RQC = seen_RQC & (query_RQ1 - key_C < window)
-        out_RHQE = F.scaled_dot_product_attention(
-            q_THE[index_RQ].transpose(1, 2),
-            k_RCKE.transpose(1, 2),
-            v_RCKE.transpose(1, 2),
-            attn_mask=seen_RQC[:, None],
-            scale=scale,
-            enable_gqa=q_THE.shape[1] != keys.shape[2],
-        )
-        out_THE[index_RQ] = out_RHQE.transpose(1, 2)
+        lengths_R1 = torch.tensor([[pages.lengths[row]] for row in rows], device=q_THE.device)
+        out_THE[index_RQ] = _alike(q_THE[index_RQ], keys, values, table_RM, lengths_R1, longest, window, scale)
     return out_THE
+
+
+def _alike(
+    q_RQHE: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    table_RM: torch.Tensor,
+    lengths_R1: torch.Tensor,
+    longest: int,
+    window: int | None,
+    scale: float | None,
+) -> torch.Tensor:
+    """Of sequences with as many new tokens each, [R, Q, H, E]; none is longer than `longest`."""
+    count, device = q_RQHE.shape[1], q_RQHE.device
+    k_RCKE, v_RCKE = (pool[table_RM].flatten(1, 2)[:, :longest] for pool in (keys, values))
+    query_RQ1 = (lengths_R1 - count + torch.arange(count, device=device))[..., None]
+    key_C = torch.arange(longest, device=device)
+    nobodys_RC = key_C >= lengths_R1
+    for gathered in (k_RCKE, v_RCKE):  # what lies there may be no number, and stays none when it is multiplied by 0
+        gathered.masked_fill_(nobodys_RC[..., None, None], 0.0)
+    seen_RQC = key_C <= query_RQ1
+    if window is not None:
+        seen_RQC = seen_RQC & (query_RQ1 - key_C < window)
+    out_RHQE = F.scaled_dot_product_attention(
+        q_RQHE.transpose(1, 2),
+        k_RCKE.transpose(1, 2),
+        v_RCKE.transpose(1, 2),
+        attn_mask=seen_RQC[:, None],
+        scale=scale,
+        enable_gqa=q_RQHE.shape[2] != keys.shape[2],
+    )
+    return out_RHQE.transpose(1, 2)

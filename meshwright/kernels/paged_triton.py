@@ -2,8 +2,9 @@
 
 A program has some queries of one sequence, all heads that share a key/value head, and walks over keys with a running maximum
 and sum (arXiv:2205.14135). A single new token has too little work for a device, so its keys are dealt to programs of SPAN keys
-each, and their results are put together. The spans do not depend on the batch, nor does the order of any sum: the result of a
-token is bitwise the same whatever else is in the step.
+each (more for a sequence of more than SPANS SPAN tokens), and a second kernel puts their results together. The spans depend on
+the length of the sequence alone, and so does the order of any sum: the result of a token is bitwise the same whatever else is
+in the step. Programs beyond the end of their sequence do nothing, so how many are launched may be more than are needed.
 
 fp64 tensors are computed in fp64, everything else in fp32. Shapes as in `kernels.paged_attention`; D sequences with one new
 token, S spans.
@@ -15,17 +16,19 @@ import torch
 import triton
 import triton.language as tl
 
-from meshwright.kernels.paged_attention import QUERIES, Pages
+from meshwright.kernels.paged_attention import QUERIES, Pages, Singles
 
 __all__ = ["paged_attention"]
 
 SPAN = 256
-"""Keys of a program for a sequence with one new token."""
+"""Least keys of a program for a sequence with one new token."""
+SPANS = 32
+"""Most programs of such a sequence and key/value head."""
 TILE = 64
 """Keys at a time."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width"])
 def _attend(
     q_ptr,
     k_ptr,
@@ -39,6 +42,8 @@ def _attend(
     counts_ptr,
     lengths_ptr,
     table_width,
+    q_token,
+    q_head,
     heads,
     kv_heads,
     features,
@@ -47,6 +52,7 @@ def _attend(
     group: tl.constexpr,
     window: tl.constexpr,
     span: tl.constexpr,
+    spans: tl.constexpr,
     queries: tl.constexpr,
     wide: tl.constexpr,
     lanes: tl.constexpr,
@@ -54,13 +60,17 @@ def _attend(
     tile: tl.constexpr,
 ):
     """items: (sequence, its first query) of each program along axis 0. span 0: all keys, and `out` is the result [T, H, E];
-    else axis 2 counts spans, and `out` [S, D, H, E] is the weighted sum of values, `top` and `sum` [S, D, H] their softmax."""
+    else axis 2 counts spans, and `out` [S, D, H, E] is the weighted sum of values, `top` and `sum` [S, D, H] their softmax.
+    What a program beyond the end of its sequence would have is not written."""
     item, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row = tl.load(items_ptr + 2 * item)
     first = tl.load(items_ptr + 2 * item + 1)
     start = tl.load(starts_ptr + row).to(tl.int64)
     count = tl.load(counts_ptr + row)
     length = tl.load(lengths_ptr + row)
+    each = span * tl.cdiv(length, span * spans) if span else length
+    if part * each >= length:
+        return
 
     lane = tl.arange(0, lanes)
     query = first + lane // group
@@ -70,22 +80,23 @@ def _attend(
     inside = real[:, None] & (column < features)[None, :]
     position = length - count + query
     place = (start + query)[:, None] * heads * features + head[:, None] * features + column[None, :]
-    q = tl.load(q_ptr + place, mask=inside, other=0.0)
+    q_place = (start + query)[:, None] * q_token + head[:, None] * q_head + column[None, :]
+    q = tl.load(q_ptr + q_place, mask=inside, other=0.0)
 
     begin = 0
     end = tl.minimum(length, length - count + first + queries)
     if window:
         begin = tl.maximum(0, length - count + first - window + 1) // tile * tile
     if span:
-        begin = tl.maximum(begin, part * span)
-        end = tl.minimum(end, (part + 1) * span)
+        begin = tl.maximum(begin, part * each)
+        end = tl.minimum(end, (part + 1) * each)
     top = tl.full([lanes], float("-inf"), wide)
     total = tl.zeros([lanes], wide)
     sums = tl.zeros([lanes, columns], wide)
     for at in range(begin, end, tile):
         key = at + tl.arange(0, tile)
         known = key < end
-        block = tl.load(tables_ptr + row.to(tl.int64) * table_width + key // page, mask=known, other=0)
+        block = tl.load(tables_ptr + row.to(tl.int64) * table_width + key // page, mask=known, other=0).to(tl.int64)
         slot = (block * page + key % page) * kv_heads + kv_head
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] * features + column[None, :], mask=there, other=0.0)
@@ -112,21 +123,58 @@ def _attend(
         tl.store(out_ptr + place, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _merge(
+    sums_ptr,
+    top_ptr,
+    sum_ptr,
+    out_ptr,
+    items_ptr,
+    tokens_ptr,
+    lengths_ptr,
+    features,
+    span: tl.constexpr,
+    spans: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """The results of the spans of one sequence and head, weighed by their largest score: `out` [T, H, E]."""
+    item, head, items, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(0), tl.num_programs(1)
+    length = tl.load(lengths_ptr + tl.load(items_ptr + 2 * item))
+    token = tl.load(tokens_ptr + item).to(tl.int64)
+    part = tl.arange(0, spans)
+    column = tl.arange(0, columns)
+    used = part < tl.cdiv(length, span * tl.cdiv(length, span * spans))
+    place = (part.to(tl.int64) * items + item) * heads + head
+    top = tl.load(top_ptr + place, mask=used, other=float("-inf"))
+    weight = tl.exp(top - tl.max(top, 0))
+    total = tl.sum(tl.load(sum_ptr + place, mask=used, other=0.0) * weight, 0)
+    there = used[:, None] & (column < features)[None, :]
+    sums = tl.load(sums_ptr + place[:, None] * features + column[None, :], mask=there, other=0.0)
+    merged = tl.sum(sums * weight[:, None], 0) / total
+    where = out_ptr + (token * heads + head) * features + column
+    tl.store(where, merged.to(out_ptr.dtype.element_ty), mask=column < features)
+
+
 def paged_attention(
     q_THE: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    pages: Pages,
+    pages: Pages | Singles,
     *,
     window: int | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """As `kernels.paged_attention.paged_attention`; contiguous tensors."""
-    out_THE = torch.empty_like(q_THE)
+    """As `kernels.paged_attention.paged_attention`; pages and tables are contiguous, and the features of a query's head are."""
+    if isinstance(pages, Singles):
+        longest = pages.tables.shape[1] * keys.shape[1]
+    else:
+        longest = pages.longest_single if pages.single else 0
+    out_THE = torch.empty(q_THE.shape, dtype=q_THE.dtype, device=q_THE.device)
     heads, features = q_THE.shape[1:]
     kv_heads, page = keys.shape[2], keys.shape[1]
     wide = torch.promote_types(q_THE.dtype, torch.float32)
     group = heads // kv_heads
+    columns = max(16, triton.next_power_of_2(features))
     rows = pages.on_device
 
     def launch(
@@ -145,6 +193,8 @@ def paged_attention(
             rows.counts,
             rows.lengths,
             pages.tables.shape[1],
+            q_THE.stride(0),
+            q_THE.stride(1),
             heads,
             kv_heads,
             features,
@@ -153,22 +203,22 @@ def paged_attention(
             group=group,
             window=window or 0,
             span=SPAN if queries == 1 else 0,
+            spans=SPANS,
             queries=queries,
             wide=tl.float64 if wide == torch.float64 else tl.float32,
             lanes=max(16, triton.next_power_of_2(queries * group)),
-            columns=max(16, triton.next_power_of_2(features)),
+            columns=columns,
             tile=TILE,
         )
 
-    if rows.single.shape[0]:
-        single = rows.single.shape[0]
-        spans = -(-max(length for length, count in zip(pages.lengths, pages.counts, strict=True) if count == 1) // SPAN)
+    if longest:
+        single, spans = rows.single.shape[0], min(SPANS, triton.cdiv(longest, SPAN))
         sums = torch.empty(spans, single, heads, features, dtype=wide, device=q_THE.device)
         top, total = (torch.empty(spans, single, heads, dtype=wide, device=q_THE.device) for _ in range(2))
         launch(sums, top, total, rows.single, 1, spans)
-        weight = (top - top.amax(0)).exp()
-        merged = (sums * weight[..., None]).sum(0) / (total * weight).sum(0)[..., None]
-        out_THE[rows.single_tokens] = merged.to(out_THE.dtype)
+        sizes = {"span": SPAN, "spans": SPANS, "columns": columns}
+        found = (sums, top, total, out_THE, rows.single, rows.single_tokens, rows.lengths)
+        _merge[(single, heads)](*found, features, **sizes)
     if rows.blocks.shape[0]:
         launch(out_THE, out_THE, out_THE, rows.blocks, QUERIES, 1)
     return out_THE

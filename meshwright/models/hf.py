@@ -6,7 +6,7 @@ Memory: reading into a model takes the model and one tensor, converting folder t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from meshwright.models.shards import SHARD_BYTES, Shards, new_folder, read_json,
 __all__ = ["HfFolder", "export_hf", "export_tensors", "load_hf"]
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 
 
 @dataclass
@@ -119,6 +120,7 @@ def export_tensors(
     target: str | Path,
     *,
     family: str | None = None,
+    labels: Sequence[str] = (),
     tokenizer_folder: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> HfConfig:
@@ -126,6 +128,7 @@ def export_tensors(
 
     dtype   of the tensors, written to config.json
     family  `model_type`; default: the one the model came from where it still computes the same, else the first that does
+    labels  names of the classes; default: those of the folder that the model came from
     Returns how the written config.json reads back; its notes say what does not survive (dropout that a family lacks).
     Raises ConfigError where no family computes this model; DeviceError as `save_model`.
     """
@@ -134,6 +137,9 @@ def export_tensors(
     raw.pop("dtype", None)
     if tokenizer_folder is not None and not description.huggingface:
         raw |= _token_ids(Path(tokenizer_folder), hf.family)
+    if labels:
+        raw["id2label"] = {str(number): name for number, name in enumerate(labels)}
+        raw["label2id"] = {name: number for number, name in enumerate(labels)}
     model = build(hf.config, hf.task)
     weights = weight_map(model, hf.family, hf.task, hf.config.tied)
     size = sum(torch.Size(shape).numel() for shape in weights.their_shapes().values()) * dtype.itemsize
@@ -143,6 +149,9 @@ def export_tensors(
             copy_tokenizer(Path(tokenizer_folder), partial)
         text = json.dumps(raw, indent=2, sort_keys=True, ensure_ascii=False)
         (partial / CONFIG).write_text(text + "\n", encoding="utf-8")
+        if hf.task == "lm" and not (partial / GENERATION).is_file():
+            values = {key: raw[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if raw.get(key) is not None}
+            (partial / GENERATION).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     return hf
 
 

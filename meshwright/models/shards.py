@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from meshwright.compat import save_tensors
 from meshwright.errors import CheckpointError, DeviceError, Finding
 
 __all__ = ["INDEX", "Shards", "new_folder", "read_json", "write_shards"]
@@ -151,7 +151,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shar
     def flush() -> None:
         nonlocal held
         path = folder / f"shard-{len(files)}.partial"
-        save_file(pending, path, metadata={"format": "pt"})
+        save_tensors(pending, path, {"format": "pt"})
         files.append((path, list(pending)))
         pending.clear()
         held = 0

@@ -13,7 +13,7 @@ Shapes: N rows, C channels, ... positions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,12 +27,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.compat import BatchNorm, all_gather_single
 from meshwright.distributed.mesh import DATA_AXES, subgroup
 
-__all__ = ["batch_norms", "kept_statistics", "place_batch_norms"]
+__all__ = ["batch_norms", "count_rows", "kept_statistics", "place_batch_norms"]
 
 
 def batch_norms(model: nn.Module) -> dict[str, BatchNorm]:
     """Every BatchNorm of a model, by name."""
     return {name: module for name, module in model.named_modules() if isinstance(module, BatchNorm)}
+
+
+def count_rows(norms: Iterable[BatchNorm], counts: bool) -> None:
+    """Whether the rows that come next count in the statistics, forward and backward: those that stand in for none do not."""
+    for module in norms:
+        module.no_rows = not counts  # type: ignore[assignment]  # a plain attribute, which modules may have
 
 
 def place_batch_norms(model: nn.Module, mesh: DeviceMesh | None, synchronised: bool) -> str:
@@ -73,57 +79,69 @@ def _forward(module: BatchNorm, group: dist.ProcessGroup | None, x: torch.Tensor
         module._check_input_dim(x)
     tracks = module.running_mean is not None and module.running_var is not None
     follows = module.training and module.track_running_stats and tracks
-    factor = _count_batch(module) if follows else 0.0
+    none = bool(getattr(module, "no_rows", False)) and module.training
     wide = torch.promote_types(x.dtype, torch.float32 if module.running_mean is None else module.running_mean.dtype)
     weight, bias = (None if p is None else p.to(wide) for p in (module.weight, module.bias))
+    if none and group is None:
+        mean, var = (module.running_mean, module.running_var) if tracks else (x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]))
+        return F.batch_norm(x.to(wide), mean, var, weight, bias, False, 0.0, module.eps).to(x.dtype)
     if group is None or not module.training:
+        factor = _count_batch(module, 1) if follows else 0.0
         mean, var = (module.running_mean, module.running_var) if follows or not module.training else (None, None)
         y = F.batch_norm(x.to(wide), mean, var, weight, bias, module.training or not tracks, factor, module.eps)
         return y.to(x.dtype)  # not every device takes values and statistics of two dtypes
-    y, mean, var, count = _Synchronised.apply(x, weight, bias, module.eps, group)
+    y, mean, var, count = _Synchronised.apply(x, weight, bias, module.eps, group, not none)
     if follows:
+        factor = _count_batch(module, count > 0)
         assert module.running_mean is not None and module.running_var is not None
         with torch.no_grad():
             unbiased = var * (count / (count - 1).clamp(min=1))
-            module.running_mean.lerp_(mean.to(module.running_mean.dtype), factor)
-            module.running_var.lerp_(unbiased.to(module.running_var.dtype), factor)
+            some = (count > 0).to(mean.dtype) * factor  # no rank may have a row in this micro-batch
+            for running, now in ((module.running_mean, mean), (module.running_var, unbiased)):
+                running.lerp_(now.to(running.dtype), some.to(running.dtype))
     return y
 
 
-def _count_batch(module: BatchNorm) -> float:
-    """Counts a batch; returns its weight in the running statistics."""
+def _count_batch(module: BatchNorm, one: int | torch.Tensor) -> float:
+    """Counts a batch, or none where `one` is 0; returns its weight in the running statistics."""
     if module.num_batches_tracked is not None:
-        module.num_batches_tracked.add_(1)
+        module.num_batches_tracked.add_(one)
         if module.momentum is None:
-            return 1.0 / float(module.num_batches_tracked)
+            return 1.0 / max(1.0, float(module.num_batches_tracked))
     return module.momentum or 0.0
 
 
 class _Synchronised(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: dist.ProcessGroup
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: dist.ProcessGroup,
+        counts: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """y [N, C, ...]; mean, biased variance [C] and count [] over all ranks."""
+        """y [N, C, ...]; mean, biased variance [C] and count [] over all ranks whose rows count."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         rest = [dim for dim in range(x.dim()) if dim != 1]
         channels = x.shape[1]
         count = x.numel() // max(1, channels)
         mean = wide.sum(rest) / max(1, count)
         square = (wide - _spread(mean, x)).square().sum(rest)
-        mine = torch.cat([mean, square, mean.new_full((1,), count)])
+        mine = torch.cat([mean, square, mean.new_full((1,), count)]) * float(counts)
         every = mine.new_empty(group.size() * mine.numel())
         all_gather_single(every, mine, group=group)
-        means, squares, counts = every.view(group.size(), -1).split([channels, channels, 1], dim=1)
-        total = counts.sum()
-        mean = (counts * means).sum(0) / total
-        var = (squares + counts * (means - mean).square()).sum(0) / total
+        means, squares, sizes = every.view(group.size(), -1).split([channels, channels, 1], dim=1)
+        total = sizes.sum()
+        mean = (sizes * means).sum(0) / total.clamp(min=1)
+        var = (squares + sizes * (means - mean).square()).sum(0) / total.clamp(min=1)
         scale = torch.rsqrt(var + eps)
         y = (wide - _spread(mean, x)) * _spread(scale if weight is None else scale * weight, x)
         if bias is not None:
             y = y + _spread(bias, x)
         ctx.save_for_backward(x, weight, mean, scale, total)
-        ctx.group = group
+        ctx.group, ctx.counts = group, counts
         ctx.mark_non_differentiable(mean, var, total)
         return y.to(x.dtype), mean, var, total
 
@@ -137,10 +155,12 @@ class _Synchronised(torch.autograd.Function):
         mine = torch.stack([dy.sum(rest), (dy * normed).sum(rest)])  # this rank's share of the gradients of bias and weight
         every = mine.clone()
         dist.all_reduce(every, group=ctx.group)
-        shift, slope = every / total
-        dx = (dy - _spread(shift, x) - normed * _spread(slope, x)) * _spread(scale if weight is None else scale * weight, x)
+        shift, slope = every / total.clamp(min=1)
+        if ctx.counts:  # else these rows are in no statistics
+            dy = dy - _spread(shift, x) - normed * _spread(slope, x)
+        dx = dy * _spread(scale if weight is None else scale * weight, x)
         needed = ctx.needs_input_grad
-        return dx.to(x.dtype), mine[1] if needed[1] else None, mine[0] if needed[2] else None, None, None
+        return dx.to(x.dtype), mine[1] if needed[1] else None, mine[0] if needed[2] else None, None, None, None
 
 
 def _spread(channel: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -197,12 +197,11 @@ class OwnOptimizer(FlatOptimizer):
         for count, value in zip(self._steps, state["steps"], strict=True):
             count.fill_(value)
         for number, part in enumerate(self.parameters.ranges):
-            kept = state["scalars"].get(str(part.label))
-            if number not in self._shadows or not kept:
+            kept = state["scalars"].get(str(part.label), {})
+            if number not in self._shadows or not state["steps"][self.labels.owner[part.label]]:
                 continue
+            self._prime(number, kept)
             optimizer, flat = self._shadows[number]
-            if not any(_like(value, flat) or name in kept for name, value in optimizer.state[flat].items()):
-                self._prime(optimizer, flat)
             for name, value in kept.items():
                 old = optimizer.state[flat].get(name)
                 if isinstance(old, torch.Tensor):
@@ -211,8 +210,11 @@ class OwnOptimizer(FlatOptimizer):
                     optimizer.state[flat][name] = type(old)(value) if old is not None else value
             self.moments[number] = self._kept(number)
 
-    def _prime(self, optimizer: torch.optim.Optimizer, flat: nn.Parameter) -> None:
-        """One step from no gradient, so that it makes its state; the weights are put back."""
+    def _prime(self, number: int, known: Mapping[str, Any]) -> None:
+        """One step from no gradient, so that torch's optimizer makes its state, where it has none; the weights are put back."""
+        optimizer, flat = self._shadows[number]
+        if any(_like(value, flat) or name in known for name, value in optimizer.state[flat].items()):
+            return
         before = flat.detach().clone()
         flat.grad = torch.zeros_like(flat)
         optimizer.step()
@@ -230,15 +232,15 @@ class OwnOptimizer(FlatOptimizer):
         """
         names = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
         steps = set()
-        for part, moments in zip(self.parameters.ranges, self.moments, strict=True):
+        for number, part in enumerate(self.parameters.ranges):
             if self.labels.owner[part.label] != owner:
                 continue
-            for run in part.runs():
-                state = values(run.slot.parameter)
-                if not state:
-                    continue
+            given = [(run, state) for run in part.runs() if (state := values(run.slot.parameter))]
+            if given and number in self._shadows:
+                self._take_numbers(number, given[0][1])
+            for run, state in given:
                 steps.add(int(state.get("step", 0)))
-                for name, buffer in moments.items():
+                for name, buffer in self.moments[number].items():
                     whole = state.get(names.get(name, name))
                     if whole is not None:
                         run.of(buffer).copy_(whole.reshape(-1)[run.first : run.first + run.size])
@@ -247,6 +249,15 @@ class OwnOptimizer(FlatOptimizer):
             raise ConfigError(findings=[Finding("optimizer state", what, "Parameters of one optimizer step together here")])
         for step in steps:
             self._steps[owner].fill_(step)
+
+    def _take_numbers(self, number: int, given: Mapping[str, Any]) -> None:
+        """Makes the state that torch's optimizer has not made yet, with what it counts of a parameter."""
+        self._prime(number, {})
+        optimizer, flat = self._shadows[number]
+        for name, old in optimizer.state[flat].items():
+            if isinstance(old, torch.Tensor) and not _like(old, flat) and given.get(name) is not None:
+                old.fill_(float(given[name]))
+        self.moments[number] = self._kept(number)
 
 
 def _like(value: Any, flat: torch.Tensor) -> bool:

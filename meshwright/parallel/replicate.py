@@ -214,7 +214,8 @@ class Gradients:
         """The present scope. Raises MeshwrightError where it is none of this parameter's."""
         scope = self._scope
         if scope is None:
-            raise MeshwrightError(f"backward reached {slot.name} outside engine.backward_scope")
+            what = f"backward reached {slot.name} outside of a micro-batch (engine.backward_scope)"
+            raise MeshwrightError(f"{what}. In a loop of your own: `with run.micro_batch(): run.backward(loss)`")
         if slot.unit[0] not in (scope.lane.chunk, -1):
             raise MeshwrightError(f"backward of chunk {scope.lane.chunk} reached {slot.name} of chunk {slot.unit[0]}")
         return scope

@@ -15,7 +15,7 @@ import torch
 from meshwright.errors import DataError, Finding
 from meshwright.parallel.lesson import tensors_in
 
-__all__ = ["Split", "move", "rows_of", "split_rows"]
+__all__ = ["Split", "counted_split", "move", "rows_of", "split_rows"]
 
 Split = Callable[[Any, int], list[Any]]
 """(batch, n) to n batches of its rows, in order; for batches that `split_rows` cannot cut."""
@@ -63,6 +63,19 @@ def split_rows(batch: Any, ways: int) -> list[Any]:
         fix = "Give run.parallelize(..., split=function of (batch, n) that returns n batches)"
         raise DataError(findings=[Finding("batch", f"cannot be cut into rows: it holds {shapes}", fix)])
     return [_cut(batch, first, last, rows) for first, last in (share(rows, ways, place) for place in range(ways))]
+
+
+def counted_split(split: Split) -> Split:
+    """The same, which raises DataError where it returns more or fewer batches than it was asked for."""
+
+    def cut(batch: Any, ways: int) -> list[Any]:
+        parts = list(split(batch, ways))
+        if len(parts) != ways:
+            fix = "Return as many as were asked for, empty ones where rows are too few"
+            raise DataError(findings=[Finding("split", f"returned {len(parts)} batches, and {ways} were asked for", fix)])
+        return parts
+
+    return cut
 
 
 def share(rows: int, ways: int, place: int) -> tuple[int, int]:

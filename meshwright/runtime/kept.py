@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint import Piece
+from meshwright.errors import CheckpointError, Finding, counted
 from meshwright.runtime.training import Training
 
-__all__ = ["pieces_of", "take_state", "training_state"]
+__all__ = ["check_alike", "pieces_of", "take_state", "training_state"]
 
 
 def training_state(training: Training) -> dict[str, Any]:
@@ -17,6 +19,23 @@ def training_state(training: Training) -> dict[str, Any]:
     settings = [each.state_dict()["param_groups"] for each in training.optimizers]
     counts = {"steps": training.steps, "updates": training.updates, "skipped": training.skipped}
     return {**counts, "engine": training.engine.extra_state(), "optimizers": training.own.state(), "settings": settings}
+
+
+def check_alike(trainings: Sequence[Training], saved: Mapping[str, Any] | None, path: Path) -> None:
+    """Raises CheckpointError where a checkpoint has other modules, optimizers or groups than the script. saved: its `run`."""
+    if saved is None:
+        raise CheckpointError(findings=[Finding(str(path), "is none that run.save has written")])
+    here = [[len(optimizer.param_groups) for optimizer in each.optimizers] for each in trainings]
+    there = [[len(groups) for groups in each["settings"]] for each in saved["trainings"]]
+    if here != there:
+        what = f"has {_counted(there)}; this script has {_counted(here)}"
+        raise CheckpointError(findings=[Finding(str(path), what, "Call run.parallelize as the script did that saved it")])
+
+
+def _counted(groups: Sequence[Sequence[int]]) -> str:
+    """Groups of each optimizer of each module, in words."""
+    modules = [", ".join(counted(number, "group") for number in each) for each in groups]
+    return "; ".join(f"module {number}: optimizers of {each}" for number, each in enumerate(modules, 1)) or "no module"
 
 
 def take_state(training: Training, saved: Mapping[str, Any]) -> None:

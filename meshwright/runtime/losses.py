@@ -8,6 +8,8 @@ gradients are corrected at the end of the step, before norm, clip and update: gr
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from meshwright.distributed.reduce import max_scalars, sum_scalars
 from meshwright.distributed.world import Ranks
 from meshwright.errors import Finding, UserError
+from meshwright.runtime.batches import rows_of
 
 __all__ = ["LossError", "Term", "Window", "terms_of", "weights_of"]
 
@@ -88,6 +91,9 @@ def _check_value(where: str, value: Any) -> None:
         raise LossError(findings=[Finding(where, f"is no tensor but {_what(value)}", fix)])
     if value.numel() != 1:
         raise LossError(findings=[Finding(where, f"is no scalar: its shape is {tuple(value.shape)}", fix)])
+    if value.is_complex():
+        fix = "Return its real part, or its absolute value"
+        raise LossError(findings=[Finding(where, f"is complex ({value.dtype}), and has no gradient by itself", fix)])
     if not value.requires_grad:
         what = "does not depend on any parameter: it was detached, or computed under torch.no_grad()"
         raise LossError(findings=[Finding(where, what)])
@@ -100,8 +106,33 @@ def _what(value: Any) -> str:
 
 
 def weights_of(given: Any) -> dict[str, float]:
-    """What `weight_fn` returned, as numbers by the name of the loss ("" for all)."""
-    return {str(k): float(v) for k, v in given.items()} if isinstance(given, Mapping) else {"": float(given)}
+    """What `weight_fn` returned, as numbers by the name of the loss ("" for all). Raises LossError with what are none."""
+    every = {str(name): value for name, value in given.items()} if isinstance(given, Mapping) else {"": given}
+    findings = []
+    for name, value in every.items():
+        one = isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex()
+        where = f"weight_fn[{name!r}]" if name else "weight_fn"
+        if not one and not isinstance(value, numbers.Real):
+            findings.append(
+                Finding(where, f"gave no number but {_what(value)}", "Return the weight of the batch, such as its rows")
+            )
+        elif not _weighs(float(value)):
+            findings.append(Finding(where, f"gave {float(value):g}", "A weight is finite, and at least 0"))
+    if findings:
+        raise LossError(findings=findings)
+    return {name: float(value) for name, value in every.items()}
+
+
+def check_len(batch: Any) -> None:
+    """Raises LossError where `len` of a batch is the number of its parts, and that of its rows is another."""
+    rows = rows_of(batch)
+    if isinstance(batch, list | tuple | Mapping) and rows is not None and rows != len(batch):
+        what = f"is len, which counts the {len(batch)} parts of a {type(batch).__name__}, and it has {rows} rows"
+        raise LossError(findings=[Finding("weight_fn", what, "Give one that counts rows: lambda batch: len(batch[0])")])
+
+
+def _weighs(weight: float) -> bool:
+    return math.isfinite(weight) and weight >= 0
 
 
 @dataclass
@@ -172,8 +203,17 @@ class Window:
         return self.guess
 
     def _total(self, weights: Sequence[Weight]) -> list[float]:
+        """Sums over the ranks. Raises LossError on every rank where a weight of any is none."""
         mine = [float(weight) if self.counts else 0.0 for weight in weights]
-        return mine if self.ranks.size == 1 else sum_scalars(mine, self.ranks.control)
+        told = [weight if _weighs(weight) else math.nan for weight in mine]
+        totals = told if self.ranks.size == 1 else sum_scalars(told, self.ranks.control)
+        wrong = [(name, weight) for name, weight, total in zip(self.names, mine, totals, strict=False) if math.isnan(total)]
+        if wrong:
+            fix = "A weight is finite, and at least 0"
+            where = [("loss" if name == "loss" else f"loss {name!r}", weight) for name, weight in wrong]
+            said = [(f"weighs {w:g}" if not _weighs(w) else "weighs nothing that counts on another rank") for _, w in where]
+            raise LossError(findings=[Finding(name, what, fix) for (name, _), what in zip(where, said, strict=True)])
+        return totals
 
     def told(self) -> dict[str, Any]:
         """JSON values: what was counted, for ranks that do not see the losses."""
@@ -194,7 +234,8 @@ class Window:
             totals = {name: self.known.get(name, self.known.get("", 0.0)) for name in self.names}
             return 1.0, totals
         columns = [[float(weight) for weight in column] for column in zip(*self._weights, strict=True)]
-        totals = dict(zip(self.names, self._total([sum(column) for column in columns]), strict=True))
+        sums = [next((weight for weight in column if not _weighs(weight)), sum(column)) for column in columns]
+        totals = dict(zip(self.names, self._total(sums), strict=True))
         weight = next(iter(totals.values()))
         assert self.guess is not None  # `add` has agreed on one
         return (weight / self.guess if weight else 1.0), totals

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from meshwright.runtime.user_plan import Given, precision_of, resolve_plan, spli
 from meshwright.spec.plan import Plan, read_plan
 
 __all__ = [
+    "are_loaders",
     "as_given",
     "cast_of",
     "check_arguments",
@@ -29,6 +31,7 @@ __all__ = [
     "forward_under",
     "keys_of",
     "listed",
+    "loaders_of",
     "owners",
     "plan_for",
     "share_values",
@@ -38,6 +41,7 @@ __all__ = [
 def check_arguments(
     model: Any,
     optimizers: Sequence[Any],
+    loaders: Sequence[Any],
     batch: str,
     on_nonfinite: str,
     micro_batch: int | None,
@@ -57,6 +61,10 @@ def check_arguments(
         findings.append(Finding("model", "was made parallel before", "Give all its optimizers in one call"))
     if not optimizers or not all(isinstance(each, torch.optim.Optimizer) for each in optimizers):
         findings.append(Finding("optimizer", "is no torch.optim.Optimizer", "Give one, or several as a list or dict"))
+    for each in loaders:
+        if not hasattr(each, "__iter__") and not hasattr(each, "__getitem__"):
+            what = f"is no iterable of batches but a {type(each).__name__}"
+            findings.append(Finding("loader", what, "Give a DataLoader, several as a list or dict, or None"))
     for name, value, known in (
         ("batch", batch, ("global", "rank")),
         ("on_nonfinite", on_nonfinite, ("stop", "skip")),
@@ -68,7 +76,7 @@ def check_arguments(
     for name, number in (("micro_batch", 1 if micro_batch is None else micro_batch), ("accumulate", accumulate)):
         if not isinstance(number, int) or number < 1:
             findings.append(Finding(name, f"{number!r} is no whole number of at least 1"))
-    if not clip >= 0:
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not clip >= 0:
         findings.append(Finding("clip", f"{clip!r} is no number of at least 0"))
     if findings:
         raise ConfigError(findings=findings)
@@ -149,24 +157,39 @@ def keys_of(plan: Any) -> frozenset[str]:
     return frozenset()
 
 
-def listed(given: Any, kind: type) -> list[Any]:
+def listed(given: Any) -> list[Any]:
     """One or several, as a list."""
     if given is None:
         return []
     if isinstance(given, Mapping):
         return list(given.values())
-    if isinstance(given, list | tuple) and (kind is not object or all(hasattr(each, "__iter__") for each in given)):
-        return list(given)
-    return [given]
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
-def as_given(given: Any, made: Sequence[Any]) -> Any:
-    """What was made of several, as they were given."""
+def are_loaders(given: Any) -> bool:
+    """Whether these are several loaders, and not one that is a list of ready-made batches, which can be iterated too."""
+    if isinstance(given, Mapping):
+        return True
+    return isinstance(given, list | tuple) and bool(given) and not any(_may_be_batch(each) for each in given)
+
+
+def _may_be_batch(value: Any) -> bool:
+    whole = isinstance(value, torch.Tensor | str | bytes | Mapping | list | tuple) or dataclasses.is_dataclass(value)
+    return whole or hasattr(value, "__array__") or not hasattr(value, "__iter__")
+
+
+def loaders_of(given: Any) -> list[Any]:
+    """One or several, as a list."""
+    return listed(given) if given is None or are_loaders(given) else [given]
+
+
+def as_given(given: Any, made: Sequence[Any], several: bool = True) -> Any:
+    """What was made of several, as they were given. several: false for one that is a list itself."""
     if given is None:
         return None
     if isinstance(given, Mapping):
         return dict(zip(given, made, strict=True))
-    return type(given)(made) if isinstance(given, list | tuple) else made[0]
+    return type(given)(made) if several and isinstance(given, list | tuple) else made[0]
 
 
 def cast_of(device_type: str, precision: str) -> Cast:

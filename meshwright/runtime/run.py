@@ -8,7 +8,8 @@ for batch in loader:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -26,16 +27,18 @@ from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.own_optimizer import Labels, OwnOptimizer
 from meshwright.parallel.whole import whole_weights
 from meshwright.runtime.adopted import AdoptedModule
-from meshwright.runtime.batches import Split, split_rows
+from meshwright.runtime.batches import Split, counted_split, split_rows
 from meshwright.runtime.checking import findings_of
 from meshwright.runtime.given_optimizer import ParallelOptimizer
-from meshwright.runtime.kept import pieces_of, take_state, training_state
+from meshwright.runtime.kept import check_alike, pieces_of, take_state, training_state
 from meshwright.runtime.preparing import (
+    are_loaders,
     as_given,
     check_arguments,
     dtype_of,
     keys_of,
     listed,
+    loaders_of,
     owners,
     plan_for,
     share_values,
@@ -130,9 +133,13 @@ class Run:
         of all data ranks ("synchronised"), or of its own ("local").
         Parameters start as they are on rank 0. Raises UserError subclasses with everything that is wrong.
         """
-        optimizers = listed(optimizer, torch.optim.Optimizer)
+        optimizers = listed(optimizer)
         known = [module for each in self._trainings for module in each.known_as]
-        check_arguments(model, optimizers, batch, on_nonfinite, micro_batch, accumulate, clip, precision, known, batch_norm)
+        loaders = loaders_of(loader)
+        check_arguments(
+            model, optimizers, loaders, batch, on_nonfinite, micro_batch, accumulate, clip, precision, known, batch_norm
+        )
+        split = counted_split(split)
         labels = Labels(tuple(optimizers))
         label = owners(model, labels, self.notes)
         kept = precision or precision_of(model)
@@ -163,19 +170,19 @@ class Run:
         training.clip, training.stop = clip, on_nonfinite == "stop"
         training.optimizers = tuple(ParallelOptimizer(each, training, number) for number, each in enumerate(optimizers))
         self.notes += [*subject.notes, *engine.notes]
-        dealt = self._deal(loader, data_rank(mesh), batch, split)
-        training.loader = dealt[0] if dealt else None
+        dealt = self._deal(loaders, data_rank(mesh), batch, split)
+        training.loaders = self._loaders
         self._add(training)
         if isinstance(subject.given, AdoptedModule):
             subject.given.lay_out(engine, data_rank(mesh), self.rank)
-        return subject.given, as_given(optimizer, training.optimizers), as_given(loader, dealt)
+        return subject.given, as_given(optimizer, training.optimizers), as_given(loader, dealt, several=are_loaders(loader))
 
-    def _deal(self, loader: Any, place: tuple[int, int], mode: str, split: Split) -> list[UserLoader]:
+    def _deal(self, loaders: Sequence[Any], place: tuple[int, int], mode: str, split: Split) -> list[UserLoader]:
         """Each of the given loaders as this rank iterates it. place: this rank among those with rows of their own."""
         rank, ways = place
         dealt = [
             UserLoader(each, ranks=self.ranks, place=rank, ways=ways, mode=mode, seed=self.seed, split=split)
-            for each in listed(loader, object)
+            for each in loaders
         ]
         self._loaders += dealt
         return dealt
@@ -265,7 +272,7 @@ class Run:
             found = self._trainings[0]
             self._current = found
             return found, tuple(range(len(found.optimizers)))
-        wanted = listed(optimizer, torch.optim.Optimizer)
+        wanted = listed(optimizer)
         for training in self._trainings:
             numbers = [number for number, each in enumerate(training.optimizers) if any(each is one for one in wanted)]
             if wanted and len(numbers) == len(wanted):
@@ -333,12 +340,11 @@ class Run:
         store = self._store(folder.parent if single else folder, None)
         found = folder if single else store.newest() if tag is None else self._tagged(store, tag)
         if found is None:
-            raise CheckpointError(findings=[Finding(str(folder), "there is no whole checkpoint", "Save one with run.save")])
+            what = "there is no whole checkpoint" + (f" with tag {tag!r}" if tag is not None else "")
+            raise CheckpointError(findings=[Finding(str(folder), what, "Save one with run.save")])
         meta = inspect(found)["meta"]
         state = meta.get("run")
-        if state is None or len(state["trainings"]) != len(self._trainings):
-            what = "is not of a script that trains what this one does"
-            raise CheckpointError(findings=[Finding(str(found), what)])
+        check_alike(self._trainings, state, found)
         for training, saved in zip(self._trainings, state["trainings"], strict=True):
             training.own.prepare_load(saved["optimizers"])
         store.load(found, pieces_of(self._trainings))
@@ -352,7 +358,14 @@ class Run:
         root = Path(path).absolute()
         if root not in self._stores:
             group = self.ranks.checkpoint if self.size > 1 else None
-            self._stores[root] = CheckpointStore(root, group=group, rank=self.rank, world=self.size, keep=keep or 2)
+            self._stores[root] = CheckpointStore(
+                root,
+                group=group,
+                rank=self.rank,
+                world=self.size,
+                keep=keep or 2,
+                report=lambda line: print(f"meshwright: warning: {line}", file=sys.stderr, flush=True),
+            )
         if keep is not None:
             self._stores[root].keep = keep
         return self._stores[root]

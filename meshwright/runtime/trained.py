@@ -15,15 +15,15 @@ from meshwright.config.schema import Config, ModelConfig
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError, Finding
 from meshwright.models import build, generate
-from meshwright.models.files import DESCRIPTION, load_model, model_tensors
-from meshwright.models.hf import CONFIG, load_hf
+from meshwright.models.files import DESCRIPTION, load_model, model_tensors, read_description
+from meshwright.models.hf import CONFIG, HfFolder, load_hf
 from meshwright.models.initialize import materialise
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.train.objectives import make_objective
 
-__all__ = ["Trained", "continue_text", "load_trained"]
+__all__ = ["Trained", "continue_text", "label_names", "load_trained", "run_folder"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,28 @@ def _load_folder(path: Path, device: torch.device | str, dtype: torch.dtype | No
         return Trained(model.eval(), hf.config, hf.task, Tokenizer.load(path), None, path)
     what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
     raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+
+
+def run_folder(path: str | Path) -> RunFolder | None:
+    """The run that a folder is, or is a checkpoint of."""
+    path = Path(path)
+    folder = RunFolder(path.absolute().parent.parent if (path / MANIFEST).is_file() else path)
+    return folder if folder.config.is_file() else None
+
+
+def label_names(path: str | Path) -> tuple[str, ...]:
+    """Names of the classes of a classifier that `load_trained` reads, in the order of their numbers; empty where none are
+    known."""
+    path, run = Path(path), run_folder(path)
+    if run is not None:
+        return Corpus.load(run.data).label_names()
+    if (path / DESCRIPTION).is_file():
+        kept = read_description(path).huggingface.get("kept", {})
+    else:
+        with HfFolder.open(path) as folder:
+            kept = folder.hf.kept
+    named = kept.get("id2label") or {}
+    return tuple(named[key] for key in sorted(named, key=int))
 
 
 def continue_text(

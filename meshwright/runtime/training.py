@@ -12,16 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.compat import count_step
+from meshwright.compat import BatchNorm, count_step
 from meshwright.distributed.reduce import gather_json, max_scalars
 from meshwright.distributed.world import Ranks
 from meshwright.errors import ConfigError, Finding, MeshwrightError, NumericsError
+from meshwright.parallel.batch_norm import batch_norms, count_rows
 from meshwright.parallel.engine import Engine, StepInfo
 from meshwright.parallel.own_optimizer import OwnOptimizer
 from meshwright.runtime.adopted import AdoptedModule
 from meshwright.runtime.batches import Split, rows_of, split_rows
 from meshwright.runtime.given_optimizer import ParallelOptimizer
-from meshwright.runtime.losses import Window, terms_of, weights_of
+from meshwright.runtime.losses import Window, check_len, terms_of, weights_of
 from meshwright.runtime.pipelined import even_parts, guess_weight, tell
 from meshwright.runtime.user_loader import Share, UserLoader
 
@@ -70,9 +71,10 @@ class _Open:
 
 @dataclass(eq=False)
 class Training:
-    """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts.
-    accumulate: micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by definition. stop:
-    raise where a loss or gradient is not finite. members: parameters of each optimizer, where they are others than it holds.
+    """split, rows_at_once: how `step` cuts a batch into micro-batches of so many rows; None: into `accumulate` parts. loaders:
+    of the run. accumulate: micro-batches a step. weight: constant weight of a step, where each micro-batch weighs 1 by
+    definition. stop: raise where a loss or gradient is not finite. members: parameters of each optimizer, where they are
+    others than it holds.
     """
 
     model: nn.Module
@@ -80,7 +82,7 @@ class Training:
     own: OwnOptimizer
     ranks: Ranks
     cast: Cast = nullcontext
-    loader: UserLoader | None = None
+    loaders: Sequence[UserLoader] = ()
     split: Split = split_rows
     rows_at_once: int | None = None
     accumulate: int = 1
@@ -96,11 +98,13 @@ class Training:
     _guess: float | None = None
     _doubt: tuple[int, torch.Tensor] | None = None
     _members: list[list[torch.Tensor]] = field(default_factory=list)
+    _norms: list[BatchNorm] = field(default_factory=list)
     members: list[list[torch.Tensor]] | None = None
     alone: bool = True
     """Whether no other module is under training in the run: then backward may go wherever the loss leads."""
 
     def __post_init__(self) -> None:
+        self._norms = list(batch_norms(self.model).values())
         self._members = self.members or [
             [p for g in o.param_groups for p in g["params"] if p.requires_grad] for o in self.own.labels.optimizers
         ]
@@ -109,6 +113,11 @@ class Training:
     def known_as(self) -> tuple[nn.Module, ...]:
         """What a script may have in hand for the model."""
         return (self.model, self.model.adopted.origin) if isinstance(self.model, AdoptedModule) else (self.model,)
+
+    @property
+    def loader(self) -> UserLoader | None:
+        """The one that handed out a batch last, whichever module it was given with."""
+        return max(self.loaders, key=lambda each: each.handed, default=None)
 
     @property
     def counts(self) -> bool:
@@ -147,7 +156,10 @@ class Training:
             raise MeshwrightError("run.step in the middle of a step of your own loop: call run.update() first")
         micro = self._micro_batches(batch)
         weights = [None if weight_fn is None or empty else weight_fn(part) for part, empty in micro]
-        known = self._known([weight for weight in weights if weight is not None]) if weight_fn is not None else None
+        if weight_fn is len:
+            check_len(batch)
+        given = [weight for weight, (_, empty) in zip(weights, micro, strict=True) if not empty]
+        known = self._known(given) if weight_fn is not None else None
         self._choose(active)
         self.begin(planned=len(micro), known=known)
         window = self._window.window
@@ -156,12 +168,14 @@ class Training:
 
         def forward(model: nn.Module, i: int) -> _Parts:
             part, empty = micro[i]
+            count_rows(self._norms, not empty)
             with self.cast(), self._called(model, i) as called:
                 output = loss_fn(called, part)
             weight = weights[i] if weight_fn is not None and not empty else (0.0 if weight_fn is not None else None)
             return _Parts(window.add(terms_of(output, weight), empty=empty, rows=rows_of(part)))
 
         self.engine.run(len(micro), forward, self.engine.loss_scale, lambda i, parts: None)
+        count_rows(self._norms, True)
         if self.pipelined:
             tell(window, self.engine)
         self._window.last = True
@@ -176,7 +190,7 @@ class Training:
 
     def _micro_batches(self, batch: Any) -> list[tuple[Any, bool]]:
         """(batch, whether it stands in for no rows), the same number on every rank."""
-        empty = self.loader is not None and self.loader.stands_in(batch)
+        empty = any(each.stands_in(batch) for each in self.loaders)
         count = self.accumulate
         if self.pipelined:
             return even_parts(batch, empty, self.rows_at_once, count, self.split, self.ranks)
@@ -236,11 +250,13 @@ class Training:
             raise MeshwrightError("a micro-batch inside another, or after the last one of the step: call run.update() first")
         state.inside, before = True, state.done
         state.ends = self.due() if last is None else last
+        count_rows(self._norms, self.loader is None or not self.loader.share.empty)
         try:
             with self.cast(), self._called(self.engine.model, state.done):
                 yield
         finally:
             state.inside = False
+            count_rows(self._norms, True)
         if state.done == before:
             raise MeshwrightError("a micro-batch without run.backward(loss)")
 

@@ -16,13 +16,21 @@ decide about the order of all.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from meshwright.distributed.reduce import broadcast_json
 from meshwright.distributed.world import Ranks
@@ -50,11 +58,13 @@ class Share:
 
 @dataclass
 class _Position:
-    """epoch: begun so far. batch: handed out of it. random: state of the sampler's generator when the epoch began, as hex."""
+    """epoch: begun so far. batch: handed out of it. random: state of the sampler's generator when the epoch began, as hex.
+    seeded: whether workers that live on have had their seed by then, which a loader draws from the same generator."""
 
     epoch: int = 0
     batch: int = 0
     random: str = ""
+    seeded: bool = False
 
 
 class UserLoader:
@@ -76,6 +86,8 @@ class UserLoader:
     ):
         self.loader = loader
         self.share = Share(None)
+        self.handed = 0
+        """When the last batch was, in ns of a clock."""
         self._ranks, self._place, self._ways, self._mode, self._split = ranks, place, ways, mode, split
         self._at = _Position()
         self._skip = 0
@@ -92,7 +104,7 @@ class UserLoader:
         self._begin()
         stream = self._stream()
         for batch, mine in stream:
-            self.share = mine
+            self.share, self.handed = mine, time.monotonic_ns()
             self._at.batch += 1
             batch = move(batch, self._ranks.device)
             if mine.empty:
@@ -100,6 +112,7 @@ class UserLoader:
             yield batch
         self._at.batch = 0
         self._at.epoch += 1
+        self._note_order()  # a run that is saved now goes on with the order of the next epoch
 
     def __len__(self) -> int:
         """Batches an epoch on each rank."""
@@ -121,14 +134,16 @@ class UserLoader:
 
     def state(self) -> dict[str, Any]:
         """JSON values; a loader with the same data goes on from there on any number of ranks."""
-        return {"epoch": self._at.epoch, "batch": self._at.batch, "random": self._at.random}
+        return {"epoch": self._at.epoch, "batch": self._at.batch, "random": self._at.random, "seeded": self._at.seeded}
 
     def load(self, state: dict[str, Any]) -> None:
         """The next iteration goes on behind the batches that had been handed out."""
-        self._at = _Position(int(state["epoch"]), 0, str(state["random"]))
+        self._at = _Position(int(state["epoch"]), 0, str(state["random"]), bool(state.get("seeded", False)))
         self._next_epoch, self._skip = self._at.epoch, int(state["batch"])
         if self._generator is not None and self._at.random:
             self._generator.set_state(torch.frombuffer(bytearray.fromhex(self._at.random), dtype=torch.uint8).clone())
+        if isinstance(self._made, _Deal):
+            self._made.seeded = self._at.seeded
 
     # ---- the parts
 
@@ -147,10 +162,16 @@ class UserLoader:
             told = getattr(listener, "set_epoch", None)
             if told is not None:
                 told(self._at.epoch)
+        self._note_order()
+        if isinstance(self._made, _Deal):
+            self._made.skip = skip
+
+    def _note_order(self) -> None:
+        """The sampler's generator as it is."""
         if self._generator is not None:
             self._at.random = bytes(self._generator.get_state().numpy().tobytes()).hex()
         if isinstance(self._made, _Deal):
-            self._made.skip = skip
+            self._at.seeded = self._made.seeded
 
     def _source(self, seed: int) -> Any:
         """What is iterated: a loader over the dealt indices or samples, or the user's own."""
@@ -227,10 +248,10 @@ def _shares(stepped: Iterable[Any]) -> Iterator[tuple[Any, Share]]:
 
 
 def _generator_of(loader: DataLoader, seed: int) -> torch.Generator | None:
-    """Of the sampler behind a loader; a random sampler gets one where it has none."""
+    """Of the sampler behind a loader; a random sampler of torch gets one where it has none."""
     samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     for sampler in samplers:
-        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        if isinstance(sampler, RandomSampler | SubsetRandomSampler | WeightedRandomSampler) and sampler.generator is None:
             sampler.generator = torch.Generator().manual_seed(seed)
         generator = getattr(sampler, "generator", None)
         if isinstance(generator, torch.Generator):
@@ -258,12 +279,14 @@ def _options(loader: DataLoader, seed: int) -> dict[str, Any]:
 
 @dataclass
 class _Deal:
-    """This rank's indices, batch after batch: the batch sampler of a loader that is the user's otherwise."""
+    """This rank's indices, batch after batch: the batch sampler of a loader that is the user's otherwise. seeded: whether the
+    loader of one device would have drawn the seed of its workers, which those that live on get once."""
 
     owner: UserLoader
     original: DataLoader
     seed: int
     skip: int = 0
+    seeded: bool = False
     made: DataLoader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -318,8 +341,9 @@ class _Deal:
 
     def _draw(self) -> Iterator[Any]:
         original = self.original
-        if original.generator is not None:
+        if original.generator is not None and not (self.seeded and original.persistent_workers):
             torch.empty((), dtype=torch.int64).random_(generator=original.generator)  # a loader draws its workers' seed first
+        self.seeded = True
         source = original.batch_sampler
         return iter(source) if source is not None else ([index] for index in original.sampler)
 

@@ -2,6 +2,9 @@
 
     step = schedule -> run -> postprocess
 
+While the device computes a step, the next one is launched where nothing of it depends on the host seeing what the first one
+gives: its tokens never leave the device. An answer that turns out to have ended is then computed once more for nothing.
+
 Single-threaded: `add`, `abort`, `step` and `stats` are called from one thread. With temperature 0 an answer is a function of
 model, prompt and settings; what a row is computed beside changes its logits by rounding at most, on a CPU as elsewhere.
 """
@@ -13,6 +16,7 @@ import secrets
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,10 +24,11 @@ from meshwright.distributed import device as devices
 from meshwright.errors import CheckpointError, Finding, UserError
 from meshwright.models.trunk import Trunk
 from meshwright.serve.cache import BlockPool
+from meshwright.serve.packed import Packer
 from meshwright.serve.ranks import ServingGroup, SharedRunner
 from meshwright.serve.request import Finish, Logprob, Output, Request
-from meshwright.serve.runner import Runner, pack
-from meshwright.serve.sampler import Drawn, Row, draw
+from meshwright.serve.runner import Runner
+from meshwright.serve.sampler import Drawing, Drawn, Row, Scores, begin, begin_greedy
 from meshwright.serve.scheduler import Scheduler, Sequence, Work
 from meshwright.serve.text import Decodes, Detokenizer, StopFilter
 
@@ -32,13 +37,23 @@ __all__ = ["LLMEngine"]
 
 @dataclass(eq=False)
 class _Answer:
-    """What the engine knows of a request beside what is to be computed."""
+    """What the engine knows of a request beside what is to be computed. plain: its tokens are the largest logits."""
 
     sequence: Sequence
     seed: int
     ends: frozenset[int]
     text: Detokenizer | None
     stops: StopFilter
+    plain: bool
+
+
+@dataclass
+class _Step:
+    """Work that was started. drawing: of the tokens of `drawn`; None: of a pipeline, whose logits are not here yet."""
+
+    work: list[Work]
+    drawn: list[Sequence]
+    drawing: Drawing | None = None
 
 
 class LLMEngine:
@@ -62,22 +77,27 @@ class LLMEngine:
         token_budget: int = 512,
         group: ServingGroup | None = None,
         prefix: bool = True,
+        graphs: bool | None = None,
+        ahead: bool | None = None,
         name: str = "model",
     ):
         """blocks: of the cache; None: what the device has room for. prefix: keep what was computed, for prompts that begin
-        alike. group: ranks that hold the model together; all make an engine, and all but the first then `follow`."""
+        alike. group: ranks that hold the model together; all make an engine, and all but the first then `follow`. graphs: as of
+        `Runner`. ahead: launch the next step before the results of the last one are here; None: on an accelerator."""
         self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
         span = None if group is None else group.span
-        runner = Runner(
-            model, blocks=blocks, block_size=block_size, token_budget=token_budget, sequences=max_running, span=span
-        )
+        sizes: dict[str, Any] = {"blocks": blocks, "block_size": block_size, "token_budget": token_budget}
+        runner = Runner(model, **sizes, sequences=max_running, span=span, graphs=graphs)
         self.runner: Runner | SharedRunner = runner if group is None else SharedRunner(runner, group)
         self.max_len = runner.max_len
+        self._alone = group is None
+        self._ahead = self.runner.lanes == 1 and (runner.device.type != "cpu" if ahead is None else ahead)
         self.pool = BlockPool(self.runner.blocks, block_size, prefix=prefix)
         self.scheduler = Scheduler(self.pool, max_running=max_running, token_budget=token_budget, lanes=self.runner.lanes)
+        self._packer = Packer(max_running, block_size, self.pool.needed(self.max_len))
         self._answers: dict[str, _Answer] = {}
         self._aborted: list[str] = []
-        self._out: deque[list[Work]] = deque()
+        self._out: deque[_Step] = deque()
         self._counts = dict.fromkeys(("requests", "prompt_tokens", "answer_tokens", "computed_tokens", "steps"), 0)
         self._finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
 
@@ -92,6 +112,7 @@ class LLMEngine:
         block_size: int = 16,
         max_running: int = 64,
         token_budget: int = 512,
+        graphs: bool | None = None,
         tp: int = 1,
         pp: int = 1,
     ) -> LLMEngine:
@@ -125,6 +146,7 @@ class LLMEngine:
             block_size=block_size,
             max_running=max_running,
             token_budget=token_budget,
+            graphs=graphs,
             group=group,
             name=Path(source).absolute().name,
         )
@@ -171,7 +193,8 @@ class LLMEngine:
         ends = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.ends)
         text = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        self._answers[request.id] = _Answer(self.scheduler.add(request), seed, ends, text, StopFilter(params.stop))
+        plain = params.plain and not params.min_tokens
+        self._answers[request.id] = _Answer(self.scheduler.add(request), seed, ends, text, StopFilter(params.stop), plain)
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(request.tokens)
 
@@ -190,40 +213,67 @@ class LLMEngine:
         outputs = [Output(id, [], "", "abort") for id in self._aborted]
         self._aborted.clear()
         while len(self._out) < self.runner.lanes and (work := self.scheduler.schedule()):
-            self.runner.start(pack(work, self.pool.block_size))
-            self._out.append(work)
+            self._start(work)
         if not self._out:
             return outputs
-        work, logits = self._out.popleft(), self.runner.finish()
-        return outputs + self._postprocess(work, self._draw(work, logits))
+        if self._ahead and len(self._out) == 1 and self._certain(self._out[0]):
+            work = self.scheduler.ahead(self._out[0].work)
+            if work:
+                self._start(work)
+        step = self._out.popleft()
+        drawing = step.drawing or self._draw(step)
+        return outputs + self._postprocess(step, drawing.wait())
 
-    def _draw(self, work: list[Work], logits: torch.Tensor) -> Drawn:
+    def _start(self, work: list[Work]) -> None:
+        step = _Step(work, [item.sequence for item in work if item.last])
+        self.runner.start(self._packer.pack(work))
+        if self.runner.lanes == 1:
+            step.drawing = self._draw(step)
+        self._out.append(step)
+
+    def _certain(self, step: _Step) -> bool:
+        """Whether the device has the tokens of a step, on every rank, and needs no more to choose those after them."""
+        if self._alone:
+            return not any(sequence.request.params.penalised for sequence in step.drawn)
+        return all(self._answers[s.request.id].plain for s in step.drawn if self._wanted(s))
+
+    def _draw(self, step: _Step) -> Drawing:
         """A token for every sequence whose newest one was computed, and that nobody has aborted since."""
-        rows = [item for item in work if item.last]
-        kept = [r for r, item in enumerate(rows) if self._wanted(item.sequence)]
-        return draw(logits if len(kept) == len(rows) else logits[kept], [self._row(rows[r].sequence) for r in kept])
+        scores = self.runner.finish()
+        kept = [r for r, sequence in enumerate(step.drawn) if self._wanted(sequence)]
+        if len(kept) < len(step.drawn):
+            step.drawn = [step.drawn[r] for r in kept]
+            scores = Scores(scores.logits[kept], scores.best[:, kept])
+        if all(self._answers[sequence.request.id].plain for sequence in step.drawn):
+            return begin_greedy(scores)
+        drawing = begin(scores, [self._row(sequence) for sequence in step.drawn])
+        if self._ahead:
+            self.runner.feed(drawing.tokens)
+        return drawing
 
     def _wanted(self, sequence: Sequence) -> bool:
         answer = self._answers.get(sequence.request.id)
         return answer is not None and answer.sequence is sequence
 
     def _row(self, sequence: Sequence) -> Row:
+        """What the next token depends on, be it after one that is only known to the device."""
         answer, params = self._answers[sequence.request.id], sequence.request.params
-        banned = answer.ends if sequence.answered < params.min_tokens else frozenset()
+        unknown = max(0, sequence.out - 1)
+        banned = answer.ends if sequence.answered + unknown < params.min_tokens else frozenset()
         prompt, past = (sequence.request.tokens, sequence.answer) if params.penalised else ((), [])
-        return Row(params, answer.seed, prompt, past, tuple(banned), len(sequence.tokens))
+        return Row(params, answer.seed, prompt, past, tuple(banned), len(sequence.tokens) + unknown)
 
-    def _postprocess(self, work: list[Work], drawn: Drawn) -> list[Output]:
+    def _postprocess(self, step: _Step, drawn: Drawn) -> list[Output]:
         outputs = []
         self._counts["steps"] += 1
-        self._counts["computed_tokens"] += sum(item.count for item in work)
-        work = [item for item in work if self._wanted(item.sequence)]
-        for item in work:
-            self.scheduler.done(item)
-        chosen = [item.sequence for item in work if item.last]
-        for sequence, token, logprob, broken in zip(chosen, drawn.tokens, drawn.logprobs, drawn.broken, strict=True):
-            answer = self._answers[sequence.request.id]
-            outputs.append(self._failed(answer) if broken else self._grown(answer, token, logprob))
+        self._counts["computed_tokens"] += sum(item.count for item in step.work)
+        for item in step.work:
+            if self._wanted(item.sequence):
+                self.scheduler.done(item)
+        for sequence, token, logprob, broken in zip(step.drawn, drawn.tokens, drawn.logprobs, drawn.broken, strict=True):
+            if self._wanted(sequence):
+                answer = self._answers[sequence.request.id]
+                outputs.append(self._failed(answer) if broken else self._grown(answer, token, logprob))
         return outputs
 
     def _failed(self, answer: _Answer) -> Output:

@@ -1,5 +1,5 @@
 """Several ranks that hold one model together, by the tables and the stages of training. The first one schedules, draws and
-answers; each step it sends what to compute, as JSON over the CPU, and all compute it with their part of model and cache.
+answers; each step it sends what to compute, as numbers over the CPU, and all compute it with their part of model and cache.
 
     tp ranks share every matrix, heads and their part of the cache: their exchanges are those of `parallel.tensor`
     pp stages have layers behind each other: a message is the hidden states [T, D] of the new tokens to the next stage, and of
@@ -13,11 +13,11 @@ Shapes: T new tokens of a step, D width, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,14 +28,17 @@ from meshwright.models.trunk import Trunk
 from meshwright.parallel.links import Links, pairs_of
 from meshwright.parallel.pipeline import cut
 from meshwright.parallel.tensor import split_tensors
-from meshwright.serve.runner import Packed, Runner
+from meshwright.serve.packed import Packed
+from meshwright.serve.runner import Runner
+from meshwright.serve.sampler import Scores, scores_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
 __all__ = ["ServingGroup", "SharedRunner"]
 
 PATIENCE = timedelta(days=365)
-END = "null"
+END = [0] * 5
+"""In the place of how many numbers a step has, and its sizes."""
 
 
 @dataclass
@@ -103,35 +106,39 @@ class SharedRunner:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=group.control)
         self.blocks = int(least)
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        self._results: deque[torch.Tensor | Packed] = deque()
+        self._results: deque[Scores | Packed] = deque()
 
     # ---- on the first rank
 
     def start(self, packed: Packed) -> None:
         """As `Runner.start`: of several stages it computes the first, and does not wait for the others."""
-        self._tell(json.dumps(packed.to_json()))
+        self._tell([packed.numbers.size, *packed.sizes], packed.numbers)
         output = self._compute(packed)
         self._results.append(packed if output is None else output)
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> Scores:
         """As `Runner.finish`."""
         result = self._results.popleft()
-        if isinstance(result, torch.Tensor):
+        if isinstance(result, Scores):
             return result
         runner = self.runner
         logits = torch.empty(len(result.select), runner.model.config.vocab or 0, dtype=runner.dtype, device=runner.device)
-        if result.select:
+        if len(result.select):
             dist.recv(logits, group=self.group.back, group_src=1)
-        return logits
+        return scores_of(logits)
+
+    def feed(self, tokens: torch.Tensor) -> None:
+        """As `Runner.feed`, on this rank only."""
+        self.runner.feed(tokens)
 
     def close(self) -> None:
         """The others' `follow` returns."""
         self._tell(END)
         self._settle(0)
 
-    def _tell(self, text: str) -> None:
-        data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        for tensor in (torch.tensor([data.numel()]), data):
+    def _tell(self, sizes: list[int], numbers: np.ndarray | None = None) -> None:
+        tensors = [torch.tensor(sizes)] + ([] if numbers is None else [torch.from_numpy(numbers)])
+        for tensor in tensors:
             self._keep(dist.broadcast(tensor, group=self.group.control, group_src=0, async_op=True), tensor)
 
     # ---- on the others
@@ -139,33 +146,36 @@ class SharedRunner:
     def follow(self) -> None:
         """Until `close` on the first rank."""
         back = self.group.back if self.group.mesh.get_local_rank("tp") == 0 else None
-        while (text := self._hear()) != END:
-            packed = Packed(**json.loads(text))
-            logits = self._compute(packed)
-            if back is not None and logits is not None and packed.select:
-                logits = logits.contiguous()
+        while (packed := self._hear()) is not None:
+            output = self._compute(packed)
+            if back is not None and output is not None and len(packed.select):
+                logits = output.logits.contiguous()
                 self._keep(dist.isend(logits, group=back, group_dst=0), logits)
         self._settle(0)
 
-    def _hear(self) -> str:
-        size = torch.empty(1, dtype=torch.int64)
-        dist.broadcast(size, group=self.group.control, group_src=0)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, group=self.group.control, group_src=0)
-        return bytes(data.numpy()).decode()
+    def _hear(self) -> Packed | None:
+        sizes = torch.empty(len(END), dtype=torch.int64)
+        dist.broadcast(sizes, group=self.group.control, group_src=0)
+        count, tokens, rows, selected, width = sizes.tolist()
+        if not count:
+            return None
+        numbers = torch.empty(count, dtype=torch.int32)
+        dist.broadcast(numbers, group=self.group.control, group_src=0)
+        return Packed(numbers.numpy(), (tokens, rows, selected, width))
 
     # ---- on all
 
-    def _compute(self, packed: Packed) -> torch.Tensor | None:
-        """This rank's part of a step: the logits where the last layer is here, else None and the next stage has the states."""
+    def _compute(self, packed: Packed) -> Scores | None:
+        """This rank's part of a step: the scores where the last layer is here, else None and the next stage has the states."""
         runner, links, stage = self.runner, self.group.links, self.group.stage
         hidden = None
         if links is not None and stage:
-            hidden = torch.empty(len(packed.tokens), runner.model.config.width, dtype=runner.dtype, device=runner.device)
+            hidden = torch.empty(packed.sizes[0], runner.model.config.width, dtype=runner.dtype, device=runner.device)
             links.receive(hidden, stage - 1).wait()
         output = runner.run(packed, hidden)
-        if links is None or stage == self.group.stages - 1:
+        if isinstance(output, Scores):
             return output
+        assert links is not None
         output = output.contiguous()
         self._keep(links.send(output, stage + 1), output)
         return None

@@ -9,62 +9,29 @@ Shapes: T new tokens, D width, H query heads, K key/value heads, E features of a
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
-from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from meshwright.distributed import device as devices
 from meshwright.errors import DeviceError, Finding
-from meshwright.kernels.paged_attention import Pages, paged_attention, write_pages
+from meshwright.kernels.grouped_linear import stays_on_device
+from meshwright.kernels.paged_attention import Pages, Rows, Singles, paged_attention, row_numbers, write_pages
 from meshwright.models.layers import Attention, Layer
 from meshwright.models.moe import MoE
 from meshwright.models.rope import RopeTable
 from meshwright.models.trunk import Hidden, Trunk
-from meshwright.serve.scheduler import Work
+from meshwright.serve.graphs import Decoding, padded_rows
+from meshwright.serve.packed import Packed
+from meshwright.serve.sampler import Scores, scores_of
 
-__all__ = ["Packed", "Runner", "block_bytes", "blocks_for", "longest", "pack"]
+__all__ = ["Runner", "block_bytes", "blocks_for", "longest"]
 
 CPU_CACHE_BYTES = 2**30
 """Most that the cache of a CPU takes where nobody says how many blocks it has."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A step as plain numbers, to be sent to other ranks as JSON.
-
-    tokens, positions, slots  one of each new token
-    counts, lengths, tables   new tokens, all tokens and blocks of each sequence
-    select                    index of the tokens whose logits are asked for
-    """
-
-    tokens: list[int]
-    positions: list[int]
-    slots: list[int]
-    counts: list[int]
-    lengths: list[int]
-    tables: list[list[int]]
-    select: list[int]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def pack(work: Listed[Work], block_size: int) -> Packed:
-    """The work of a step; logits are asked for where a sequence's newest token is part of it, in the order of the work."""
-    packed = Packed([], [], [], [], [], [], [])
-    for item in work:
-        sequence, stop = item.sequence, item.start + item.count
-        positions = range(item.start, stop)
-        packed.tokens.extend(sequence.tokens[item.start : stop])
-        packed.positions.extend(positions)
-        packed.slots.extend(sequence.blocks[p // block_size] * block_size + p % block_size for p in positions)
-        packed.counts.append(item.count)
-        packed.lengths.append(stop)
-        packed.tables.append(sequence.blocks[: -(-stop // block_size)])
-        if item.last:
-            packed.select.append(len(packed.tokens) - 1)
-    return packed
+ALIGNED = 4
+"""Numbers of 4 bytes: a kernel is compiled once for addresses that are multiples of 16 bytes, and again for others."""
 
 
 class Runner:
@@ -73,7 +40,9 @@ class Runner:
 
     span: layers [first, stop) that are here; the embedding is before the first of all, the head after the last
     blocks: None sizes the cache, on an accelerator from what a full step leaves free. token_budget: of such a step.
-    max_len: longest sequence that it can compute.
+    sequences: most of a step. max_len: longest sequence that it can compute.
+    graphs: whether a step of one new token for each sequence is padded and, where the device can, recorded once and replayed
+    (`serve.graphs`); None: where that can be recorded. Of some layers only no step is.
     Raises DeviceError where no sequence of the model's length fits.
     """
 
@@ -89,13 +58,14 @@ class Runner:
         token_budget: int = 512,
         sequences: int = 64,
         span: tuple[int, int] | None = None,
+        graphs: bool | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
         self.span = span or (0, len(model.layers))
         self.block_size, self.max_len = block_size, longest(model)
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self._pages: Pages | None = None
+        self._pages: Pages | Singles | None = None
         attentions = [layer.attention for layer in model.layers if isinstance(layer, Layer)]
         self._shapes = [_kv_shape(attention) for attention in attentions]
         self._cache: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -106,41 +76,94 @@ class Runner:
                 layer.mlp.router.capacity = None  # a limit by row would let an answer depend on its batch mates
         if model.rope is not None:
             model.rope = _Rope(model.rope)  # type: ignore[assignment]
+        self._latest = torch.zeros(padded_rows(sequences), dtype=torch.int64, device=self.device)
+        self._decoding: Decoding | None = None
         self.blocks = self._size(token_budget, sequences) if blocks is None else blocks
         self._allocate(self.blocks)
+        recorded = devices.records(self.device) and _stays_on_device(model)
+        if (recorded if graphs is None else graphs) and self.span == (0, len(model.layers)):
+            self._decoding = self._decode(sequences, recorded)
 
     def start(self, packed: Packed) -> None:
-        """Begin a step; `finish` gives its logits."""
-        self._logits = self.run(packed)
+        """Begin a step; `finish` gives its scores."""
+        output = self.run(packed)
+        assert isinstance(output, Scores), "a runner of some layers has no logits"
+        self._scores = output
 
-    def finish(self) -> torch.Tensor:
-        """Logits [len(select), V] of the step that was started first."""
-        return self._logits
+    def finish(self) -> Scores:
+        """Scores of the step that was started first, [len(select), V]; the next step overwrites them."""
+        return self._scores
+
+    def feed(self, tokens: torch.Tensor) -> None:
+        """What was chosen by the step before, int64 [len(select)], where that is not the largest logit of each."""
+        self._latest[: tokens.shape[0]].copy_(tokens)
 
     @torch.inference_mode()
-    def run(self, packed: Packed, hidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Keys and values of all new tokens into the cache. Logits [len(select), V], or where the last layer is not here the
-        hidden states [T, D], in the dtype of the weights. hidden: [T, D] of the layer before, where the first one is not here.
-        """
+    def run(self, packed: Packed, hidden: torch.Tensor | None = None) -> Scores | torch.Tensor:
+        """Keys and values of all new tokens into the cache. Scores of the tokens in `select`, with logits in the dtype of the
+        weights; where the last layer is not here the hidden states [T, D]. hidden: [T, D] of the layer before, where the first
+        one is not here."""
+        if self._decoding is not None and packed.single and packed.sizes[1] <= self._decoding.rows:
+            return self._decoding.run(packed)
+        tokens, feeds, positions, select, pages = self._sent(packed)
+        if packed.feeds.max() >= 0:
+            tokens = torch.where(feeds < 0, tokens, self._latest[feeds.clamp(min=0)])
+        output = self._forward(tokens, positions, pages, select[None], hidden)
+        if self.span[1] < len(self.model.layers):
+            return output
+        scores = scores_of(output[: len(packed.select)])
+        self.feed(scores.best[0])
+        return scores
 
-        def on_device(values: list[Any]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(self.device, non_blocking=True)
+    def _sent(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Pages]:
+        """tokens, feeds, positions, select and pages on the device, in one copy."""
+        counts, lengths = packed.counts.tolist(), packed.lengths.tolist()
+        select = packed.select if len(packed.select) else np.zeros(1, np.int32)
+        parts = [*packed.token_fields, select, *row_numbers(counts, lengths), packed.tables]
+        ends = np.cumsum([-(-part.size // ALIGNED) * ALIGNED for part in parts])
+        numbers = np.zeros(ends[-1], np.int32)
+        for start, part in zip([0, *ends], parts, strict=False):
+            numbers[start : start + part.size] = part.ravel()
+        sent = devices.pinned(numbers, self.device).to(self.device, non_blocking=True)
+        indices = sent[: ends[4]].long()
+        found = [
+            whole[start : start + part.size].view(part.shape)
+            for whole, start, part in zip([indices] * 5 + [sent] * 7, [0, *ends], parts, strict=False)
+        ]
+        pages = Pages(found[3], found[11], tuple(counts), tuple(lengths), Rows(*found[5:11]))
+        return found[0], found[1], found[2], found[4], pages
 
-        most = max(map(len, packed.tables))
-        tables = on_device([[*table, *[0] * (most - len(table))] for table in packed.tables])
-        self._pages = Pages(on_device(packed.slots), tables, tuple(packed.counts), tuple(packed.lengths))
-        select = on_device([packed.select or [0]])
+    def _forward(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        pages: Pages | Singles,
+        select: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._pages = pages
         output = self.model(
-            on_device([packed.tokens]),
-            positions=on_device([packed.positions]),
+            tokens[None],
+            positions=positions[None],
             select=select,
             hidden=None if hidden is None else hidden[None],
             span=self.span,
         )
         self._pages = None
-        if self.span[1] < len(self.model.layers):
-            return (output.x_BSD if isinstance(output, Hidden) else output)[0]
-        return output[0, : len(packed.select)]
+        return (output.x_BSD if isinstance(output, Hidden) else output)[0]
+
+    def _decode(self, sequences: int, recorded: bool) -> Decoding:
+        return Decoding(
+            self._forward,
+            self._latest,
+            rows=sequences,
+            max_len=self.max_len,
+            block_size=self.block_size,
+            scratch=self.blocks,
+            vocab=self.model.config.vocab or 0,
+            dtype=self.dtype,
+            recorded=recorded,
+        )
 
     def attend(
         self, index: int, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, window: int | None
@@ -151,8 +174,9 @@ class Runner:
         return paged_attention(q_THE, keys, values, self._pages, window=window)
 
     def _allocate(self, blocks: int) -> None:
+        """Pages for so many blocks, and one that belongs to nobody."""
         self._cache = [
-            tuple(torch.zeros(blocks, self.block_size, *shape, dtype=self.dtype, device=self.device) for _ in range(2))  # type: ignore[misc]
+            tuple(torch.zeros(blocks + 1, self.block_size, *shape, dtype=self.dtype, device=self.device) for _ in range(2))  # type: ignore[misc]
             for shape in self._shapes
         ]
 
@@ -170,10 +194,11 @@ class Runner:
     def _warm(self, tokens: int) -> None:
         """One step as large as any, so that what is free afterwards stays free."""
         self._allocate(-(-tokens // self.block_size))
-        table = list(range(-(-tokens // self.block_size)))
-        slots = list(range(tokens))
+        each = np.arange(tokens)
+        fields = np.stack((np.zeros_like(each), np.full_like(each, -1), each, each))
+        table = np.arange(-(-tokens // self.block_size))[None]
         hidden = torch.zeros(tokens, self.model.config.width, dtype=self.dtype, device=self.device) if self.span[0] else None
-        self.run(Packed([0] * tokens, slots, slots, [tokens], [tokens], [table], [tokens - 1]), hidden)
+        self.run(Packed.of(fields, np.full((2, 1), tokens), each[-1:], table), hidden)
         self._cache = []
         devices.synchronize(self.device)
 
@@ -214,6 +239,12 @@ def _kv_shape(attention: Attention) -> tuple[int, int]:
     """Key/value heads that are here, and the features of each."""
     rows = sum(p.shape[0] for name, p in attention.qkv.named_parameters() if name.endswith("weight"))
     return rows // ((attention.group + 2) * attention.head_dim), attention.head_dim
+
+
+def _stays_on_device(model: Trunk) -> bool:
+    """Whether nothing in a forward waits for the device."""
+    experts = [layer.mlp.experts for layer in model.layers if isinstance(layer, Layer) and isinstance(layer.mlp, MoE)]
+    return all(stays_on_device(matrix) for one in experts for matrix in (one.up, one.down))
 
 
 class _PagedAttention:

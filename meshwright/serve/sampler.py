@@ -9,15 +9,18 @@ Shapes: R rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from collections.abc import Sequence as Listed
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from meshwright.distributed import device as devices
 from meshwright.serve.request import Logprob
 from meshwright.serve.sampling import SamplingParams
 
-__all__ = ["Drawn", "Row", "draw", "uniform"]
+__all__ = ["Drawing", "Drawn", "Row", "Scores", "begin", "begin_greedy", "draw", "scores_of", "uniform"]
 
 
 @dataclass(frozen=True)
@@ -33,13 +36,26 @@ class Row:
     position: int = 0
 
 
+class Scores(NamedTuple):
+    """What a model says of its next tokens. logits [R, V]. best: int64 [2, R], the token of the largest logit (the first of
+    equals), and 1 where that logit is no finite number."""
+
+    logits: torch.Tensor
+    best: torch.Tensor
+
+
+def scores_of(logits: torch.Tensor) -> Scores:
+    values, tokens = logits.max(1)
+    return Scores(logits, torch.stack((tokens, values.isfinite().logical_not().long())))
+
+
 @dataclass(frozen=True)
 class Drawn:
     """One of each row. broken: the logits are no numbers, and the token means nothing."""
 
-    tokens: list[int]
-    logprobs: list[Logprob | None]
-    broken: list[bool]
+    tokens: Listed[int]
+    logprobs: Listed[Logprob | None]
+    broken: Listed[bool]
 
 
 def uniform(seed: int, position: int) -> float:
@@ -48,23 +64,49 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
-@torch.inference_mode()
+class Drawing(NamedTuple):
+    """Tokens that the device is about to know, int64 [R]; `wait` until the host has them too, and all that was asked for."""
+
+    tokens: torch.Tensor
+    wait: Callable[[], Drawn]
+
+
 def draw(logits: torch.Tensor, rows: Listed[Row]) -> Drawn:
-    """logits [R, V]. Bias and bans, then penalties, temperature, top_k, top_p, min_p, in this order; probabilities in fp64."""
-    if not rows:
-        return Drawn([], [], [])
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    broken = ~logits.amax(1).isfinite()
+    """A token of each row of logits [R, V]."""
+    return begin(scores_of(logits), rows).wait()
+
+
+def begin_greedy(scores: Scores) -> Drawing:
+    """The largest logit of every row, and nothing beside it."""
+    arrived = devices.fetch(scores.best)
+
+    def wait() -> Drawn:
+        tokens, broken = arrived()
+        return Drawn(tokens, [None] * len(tokens), list(map(bool, broken)))
+
+    return Drawing(scores.best[0], wait)
+
+
+@torch.inference_mode()
+def begin(scores: Scores, rows: Listed[Row]) -> Drawing:
+    """A token of each row: bias and bans, then penalties, temperature, top_k, top_p, min_p, in this order; probabilities in
+    fp64. All is launched on the device, and the host does not wait."""
+    logits = scores.logits.to(torch.promote_types(scores.logits.dtype, torch.float32))
     shaped = _shape(logits, rows)
-    tokens = shaped.argmax(1)
+    tokens = scores.best[0].clone() if shaped is logits else shaped.argmax(1)
     for filtered in (False, True):
         chosen = [r for r, row in enumerate(rows) if not row.params.greedy and row.params.filtered is filtered]
         if chosen:
             index = torch.tensor(chosen, device=logits.device)
             picked = [rows[r] for r in chosen]
             tokens[index] = (_filtered if filtered else _plain)(_scaled(shaped[index], picked), picked)
-    host = torch.stack((tokens, broken.to(tokens.dtype))).tolist()
-    return Drawn(host[0], _logprobs(logits, tokens, rows), [bool(value) for value in host[1]])
+    arrived, logprobs = devices.fetch(torch.stack((tokens, scores.best[1]))), _logprobs(logits, tokens, rows)
+
+    def wait() -> Drawn:
+        picked, broken = arrived()
+        return Drawn(picked, logprobs(picked), list(map(bool, broken)))
+
+    return Drawing(tokens, wait)
 
 
 def _shape(logits: torch.Tensor, rows: Listed[Row]) -> torch.Tensor:
@@ -133,18 +175,23 @@ def _filtered(scaled: torch.Tensor, rows: Listed[Row]) -> torch.Tensor:
     return order.gather(1, _first_beyond(p * kept, rows)[:, None])[:, 0]
 
 
-def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Listed[Row]) -> list[Logprob | None]:
+def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, rows: Listed[Row]) -> Callable[[Listed[int]], list[Logprob | None]]:
+    """What waits for them, once the tokens are known."""
     asked = [r for r, row in enumerate(rows) if row.params.logprobs is not None]
-    found: list[Logprob | None] = [None] * len(rows)
     if not asked:
-        return found
+        return lambda picked: [None] * len(picked)
     index = torch.tensor(asked, device=logits.device)
     shares = logits[index].log_softmax(1)
-    own = shares.gather(1, tokens[index][:, None])[:, 0].tolist()
     most = min(max(rows[r].params.logprobs or 0 for r in asked), logits.shape[1])
-    values, ids = (t.tolist() for t in shares.topk(most, dim=1)) if most else ([[]] * len(asked), [[]] * len(asked))
-    picked = tokens[index].tolist()
-    for i, r in enumerate(asked):
-        count = rows[r].params.logprobs or 0
-        found[r] = Logprob(picked[i], own[i], tuple(zip(ids[i][:count], values[i][:count], strict=True)))
-    return found
+    top = shares.topk(most, dim=1)
+    values = devices.fetch(torch.cat((shares.gather(1, tokens[index][:, None]), top.values), 1))
+    ids = devices.fetch(top.indices)
+
+    def wait(picked: Listed[int]) -> list[Logprob | None]:
+        found: list[Logprob | None] = [None] * len(picked)
+        for r, (own, *likely), names in zip(asked, values(), ids(), strict=True):
+            count = rows[r].params.logprobs or 0
+            found[r] = Logprob(picked[r], own, tuple(zip(names[:count], likely[:count], strict=True)))
+        return found
+
+    return wait

@@ -69,6 +69,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def plain(self) -> bool:
+        """Whether nothing is asked for but the largest logit."""
+        return self.greedy and self.logprobs is None and not self.logit_bias and not self.penalised
+
+    @property
     def penalised(self) -> bool:
         """Whether the logits depend on which tokens came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -31,7 +31,8 @@ class Sequence:
     tokens    prompt and answer so far
     computed  of them have keys and values in `blocks`
     digests   of the full blocks among those
-    out       a step that is not done has work of it
+    seat      number among those that run, of no two the same; -1 while it waits
+    out       steps that are not done and have work of it
     """
 
     request: Request
@@ -40,7 +41,8 @@ class Sequence:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
-    out: bool = False
+    seat: int = -1
+    out: int = 0
 
     @property
     def order(self) -> tuple[int, float, int]:
@@ -61,15 +63,17 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens [start, start + count) of a sequence. last: the newest token is among them, so its logits give the next."""
+    """Tokens [start, start + count) of a sequence.
+
+    last  the newest token is among them, so its logits give the next
+    feed  of a token that nobody knows yet, which of those it is that the step before chooses; -1: known
+    """
 
     sequence: Sequence
     start: int
     count: int
-
-    @property
-    def last(self) -> bool:
-        return self.start + self.count == len(self.sequence.tokens)
+    last: bool
+    feed: int = -1
 
 
 class Scheduler:
@@ -90,6 +94,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.preemptions = 0
         self._numbers = 0
+        self._seats = list(range(max_running - 1, -1, -1))
 
     @property
     def has_work(self) -> bool:
@@ -128,14 +133,33 @@ class Scheduler:
                 left -= count
         return plan
 
+    def ahead(self, work: list[Work]) -> list[Work]:
+        """The step after `work`, which is out, as far as it is certain before that is done: one token more of each sequence.
+        For one that turns out to end it is computed for nothing. Empty where something else comes first: a prompt is not done
+        or could begin, or blocks are short."""
+        fed = [(row, item) for row, item in enumerate(work) if item.sequence.blocks]
+        if len(fed) != len(self.running) or not all(item.last for item in work):
+            return []
+        if self.waiting and len(self.running) < self.max_running and self._fits(self.waiting[0]) is not None:
+            return []
+        fed = [(row, item) for row, item in fed if item.sequence.answered + 1 < item.sequence.request.params.max_tokens]
+        needed = [self.pool.needed(item.start + item.count + 1) - len(item.sequence.blocks) for _, item in fed]
+        if sum(needed) > self.pool.available:
+            return []
+        for (_, item), count in zip(fed, needed, strict=True):
+            if count:
+                item.sequence.blocks += self.pool.take(count) or []
+            item.sequence.out += 1
+        return [Work(item.sequence, item.start + item.count, 1, True, row) for row, item in fed]
+
     def _send_out(self, sequence: Sequence, count: int) -> Work:
-        sequence.out = True
-        return Work(sequence, sequence.computed, count)
+        sequence.out += 1
+        return Work(sequence, sequence.computed, count, sequence.computed + count == len(sequence.tokens))
 
     def done(self, work: Work) -> None:
         """The keys and values of this work are in the cache."""
         sequence, size = work.sequence, self.pool.block_size
-        sequence.out = False
+        sequence.out -= 1
         sequence.computed = work.start + work.count
         while (len(sequence.digests) + 1) * size <= sequence.computed:
             index = len(sequence.digests)
@@ -156,6 +180,7 @@ class Scheduler:
             assert len(sequence.digests) <= len(sequence.blocks)
         assert not any(sequence.blocks for sequence in self.waiting), "a waiting sequence has blocks"
         assert len(self.running) <= self.max_running
+        assert len({sequence.seat for sequence in self.running}) == len(self.running), "two have one seat"
 
     def _all(self) -> Iterator[Sequence]:
         yield from self.waiting
@@ -187,18 +212,27 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         self.pool.give_back(sequence.blocks)
         sequence.blocks, sequence.digests, sequence.computed = [], [], 0
+        if sequence.seat >= 0:
+            self._seats.append(sequence.seat)
+            sequence.seat = -1
+
+    def _fits(self, sequence: Sequence) -> list[tuple[int, bytes]] | None:
+        """What is known of its tokens, where there is room for it; else None."""
+        found = self.pool.find(sequence.tokens)
+        fresh = self.pool.needed(len(sequence.tokens)) - len(found)
+        room = self.pool.available - self.pool.idle_among(block for block, _ in found) - len(self.running)
+        return found if fresh <= room else None
 
     def _begin(self, sequence: Sequence) -> bool:
         """Moves it to the running ones with blocks for all of its tokens; False where there is no room."""
-        pool = self.pool
-        found = pool.find(sequence.tokens)
-        known = [block for block, _ in found]
-        fresh = pool.needed(len(sequence.tokens)) - len(known)
-        if fresh + pool.idle_among(known) + len(self.running) > pool.available:
+        pool, found = self.pool, self._fits(sequence)
+        if found is None:
             return False
+        known = [block for block, _ in found]
         pool.hold(known)
-        taken = pool.take(fresh)
+        taken = pool.take(pool.needed(len(sequence.tokens)) - len(known))
         assert taken is not None
+        sequence.seat = self._seats.pop()
         sequence.blocks = known + taken
         sequence.digests = [digest for _, digest in found]
         sequence.computed = len(known) * pool.block_size

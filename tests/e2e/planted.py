@@ -34,7 +34,7 @@ WRAPPED = {
     "load": "meshwright.checkpoint.store:CheckpointStore.load",
     "clean": "meshwright.checkpoint.retain:clean",
     "stage": "meshwright.checkpoint.writer:Staging.fill",
-    "file": "meshwright.checkpoint.writer:save_file",
+    "file": "meshwright.checkpoint.writer:save_tensors",
     "manifest": "meshwright.checkpoint.ticket:assemble",
     "name": "meshwright.checkpoint.ticket:publish",
     "prune": "meshwright.checkpoint.retain:prune",

@@ -37,7 +37,7 @@ def test_one_device_and_two_ranks_have_the_same_loss():
 
 @pytest.mark.slow
 def test_torchrun_starts_it_too():
-    many = Command("--nproc-per-node", 2, "--master-port", 0, SCRIPT, start=("-m", "torch.distributed.run")).wait()
+    many = Command("--nproc-per-node", 2, "--standalone", SCRIPT, start=("-m", "torch.distributed.run")).wait()
     assert loss_of(many.out) == loss_of(Command(start=(SCRIPT,)).wait().out)
 
 
@@ -55,6 +55,31 @@ def test_what_the_user_can_mend_is_one_message_without_a_traceback():
 def test_the_same_without_a_launcher_and_an_exit_code_of_the_script():
     check_mended(Command(start=(SCRIPT, "config")).wait(2))
     assert "exit code 7" in Command("launch", "--nproc", 1, SCRIPT, "exit").wait(7).err
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said", "line"),
+    [
+        ("order", "no micro-batch was begun", "run.update()"),
+        pytest.param("device", "there is no abacus device", "mw.init(", marks=pytest.mark.slow),
+        pytest.param("plain", "outside of a micro-batch", "model(torch.ones(2, 3)).sum().backward()", marks=pytest.mark.slow),
+        pytest.param("nan", "step 1: loss or gradients are not finite", "run.step(", marks=pytest.mark.slow),
+    ],
+)
+def test_what_this_package_says_has_the_line_of_the_script_and_no_traceback(mistake: str, said: str, line: str):
+    """Mutation tried: only what a UserError says is told so."""
+    done = Command(start=(str(Path(SCRIPT).with_name("mistaken.py")), mistake)).wait(2 if mistake == "device" else 1)
+    first, place = done.err.strip().splitlines()
+    assert said in first and "mistaken.py, line" in place and line in place
+
+
+@pytest.mark.slow
+def test_a_rank_that_ends_its_loop_early_leaves_nobody_waiting():
+    """Mutation tried: torch's barrier alone, in which rank 1 waits half an hour for rank 0, and that one for the step."""
+    done = Command("launch", "--nproc", 2, str(Path(SCRIPT).with_name("uneven.py"))).wait(1)
+    assert "rank 0 failed" in done.err and "closed by peer" in done.err
+    log = Path(re.findall(r"\S+rank0\.log", done.err)[-1]).with_name("rank1.log").read_text(encoding="utf-8")
+    assert "rank 1 waited 3 s at the end of the run: rank 0 has not come there" in log and "as many steps" in log
 
 
 def check_mended(done: Command) -> None:

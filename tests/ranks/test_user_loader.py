@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SubsetRandomSampler, WeightedRandomSampler
 
 from meshwright.errors import DataError
+from meshwright.runtime.batches import counted_split
+from meshwright.runtime.preparing import are_loaders, as_given, loaders_of
 from meshwright.runtime.user_loader import UserLoader
 from tests.ranks.pool import joined
 
@@ -55,6 +57,9 @@ def made(kind: str, rows: int = 11) -> Any:
         "own collate": lambda: DataLoader(data, batch_size=4, shuffle=True, generator=draw(), collate_fn=labelled),
         "without the rest": lambda: DataLoader(data, batch_size=4, drop_last=True),
         "workers": lambda: DataLoader(data, batch_size=4, shuffle=True, generator=draw(), num_workers=2),
+        "workers that live on": lambda: DataLoader(
+            data, batch_size=4, shuffle=True, generator=draw(), num_workers=1, persistent_workers=True
+        ),
         "stream": lambda: DataLoader(Stream(), batch_size=4),
         "stream, no rest": lambda: DataLoader(Stream(), batch_size=4, drop_last=True),
         "stream, workers": lambda: DataLoader(Stream(), batch_size=4, num_workers=2),
@@ -155,6 +160,78 @@ def test_a_loader_goes_on_in_the_middle_of_an_epoch(ranks, kind: str):
     for rank, left in enumerate(ranks(2).run(resumed, kind, 2)):
         expected = [rows for rows, _, _ in epochs[rank][1][2:] + epochs[rank][2]]
         assert left == expected
+
+
+def between(kind: str) -> list[list[int]]:
+    """An epoch, saved when it is over, and what another loader makes of that state."""
+    ranks = joined()
+    options = {"ranks": ranks, "place": ranks.rank, "ways": ranks.size}
+    first = UserLoader(made(kind), **options)
+    list(first)
+    second = UserLoader(made(kind), **options)
+    second.load(first.state())
+    return [ids(batch) for batch in second] + [ids(batch) for batch in second]
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "weighted", "in order", pytest.param("workers that live on", marks=SLOW)])
+def test_a_loader_that_was_saved_between_epochs_goes_on_with_the_order_of_the_next(ranks, kind: str):
+    """Mutation tried: the generator noted when an epoch begins only ("shuffled": the finished epoch again)."""
+    epochs = ranks(2).run(dealt, kind, "global", 3)
+    for rank, left in enumerate(ranks(2).run(between, kind)):
+        assert left == [rows for rows, _, _ in epochs[rank][1] + epochs[rank][2]]
+
+
+@SLOW
+def test_workers_that_live_on_draw_their_seed_once(ranks):
+    """Epoch after epoch the order of the plain DataLoader. Mutation tried: a seed drawn in every epoch."""
+    plain = made("workers that live on")
+    epochs = [[ids(batch) for batch in plain] for _ in range(3)]
+    found = ranks(2).run(dealt, "workers that live on", "global", 3)
+    together = [
+        [[row for rows, _, _ in step for row in rows] for step in zip(*each, strict=True)] for each in zip(*found, strict=True)
+    ]
+    assert together == epochs
+
+
+def ordered(sampler: str) -> list[list[int]]:
+    """Two epochs of a sampler of torch that was given no generator, on ranks that have drawn as many numbers as they are."""
+    ranks = joined()
+    torch.rand(ranks.size + ranks.rank)
+    kinds = {"subset": SubsetRandomSampler(range(11)), "weighted": WeightedRandomSampler([1.0] * 11, 11)}
+    loader = DataLoader(list(range(11)), batch_size=4, sampler=kinds[sampler])
+    dealt = UserLoader(loader, ranks=ranks, place=ranks.rank, ways=ranks.size, seed=3)
+    return [ids(batch) for _ in range(2) for batch in dealt]
+
+
+@pytest.mark.parametrize("sampler", ["subset", "weighted"])
+def test_a_random_sampler_without_a_generator_is_ordered_by_the_seed_of_the_run(ranks, sampler: str):
+    """Mutation tried: RandomSampler alone gets a generator."""
+    first, second = ranks(2).run(ordered, sampler), ranks(1).run(ordered, sampler)
+    assert [[row for rows in step for row in rows] for step in zip(*first, strict=True)] == second[0]
+
+
+@pytest.mark.parametrize("text", [torch.zeros(2), {"x": torch.zeros(2)}, (torch.zeros(2), "a"), ["a", "b"], "ab"])
+def test_a_list_of_batches_is_one_loader_and_a_list_of_loaders_is_several(text: Any):
+    """Mutation tried: everything that can be iterated taken for a loader."""
+    batches, loader = [text, text], DataLoader([1, 2])
+    assert loaders_of(batches) == [batches] and as_given(batches, ["made"], several=are_loaders(batches)) == "made"
+    assert loaders_of((loader, loader)) == [loader, loader] == loaders_of({"a": loader, "b": loader})
+    assert loaders_of(loader) == [loader] and loaders_of(None) == [] and loaders_of([]) == [[]]
+
+
+def wrong_split() -> list[str]:
+    ranks, said = joined(), []
+    for parts in (1, 3):
+        cut = counted_split(lambda batch, ways, parts=parts: [batch] * parts)
+        try:
+            list(UserLoader([torch.zeros(4)], ranks=ranks, place=ranks.rank, ways=ranks.size, split=cut))
+        except DataError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_split_that_returns_another_number_is_refused_with_both(ranks):
+    assert ["1 batches, and 2" in text or "3 batches, and 2" in text for text in ranks(2).run(wrong_split)[0]] == [True, True]
 
 
 def wrong_sampler() -> str:

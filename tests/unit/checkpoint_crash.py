@@ -55,7 +55,7 @@ def crash_at(operation: int) -> None:
 
         return call
 
-    for module, name in ((os, "rename"), (os, "fsync"), (os, "mkdir"), (shutil, "rmtree"), (writer, "save_file")):
+    for module, name in ((os, "rename"), (os, "fsync"), (os, "mkdir"), (shutil, "rmtree"), (writer, "save_tensors")):
         setattr(module, name, wrapped(getattr(module, name)))
 
 

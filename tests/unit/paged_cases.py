@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.kernels.paged_attention import Pages, gathered_attention
+from meshwright.kernels.paged_attention import Pages, Singles, gathered_attention
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,37 @@ def alone() -> bool:
     return same
 
 
+def sizes_on_the_device() -> bool:
+    """Whether a step of which only the device knows the lengths gives the bits of one whose lengths the host knows: with wider
+    tables than any sequence needs, hence programs that have nothing to do, and with one that must have more keys each."""
+    from meshwright.kernels.paged_triton import paged_attention
+
+    case = Case((1,) * 5, (1, 256, 257, 700, 9000), dtype=torch.float32, page=16, heads=2)
+    q, keys, values, pages = made(case)
+    known = paged_attention(q, keys, values, pages)
+    same = float((known - gathered_attention(q, keys, values, pages)).abs().max()) < 1e-5
+    for rows, width in ((5, 563), (4, 200), (3, 17), (1, 1)):
+        tables = torch.zeros(rows, width, dtype=torch.int32)
+        have = min(width, pages.tables.shape[1])
+        tables[:, :have] = pages.tables[:rows, :have]
+        lengths = torch.tensor(case.lengths[:rows], dtype=torch.int32)
+        found = paged_attention(q[:rows], keys, values, Singles(pages.slots[:rows], tables, lengths))
+        same = same and torch.equal(found, known[:rows])
+    return same
+
+
+def strided() -> bool:
+    """Whether queries may be a part of something larger, as they are behind one matrix for all three."""
+    from meshwright.kernels.paged_triton import paged_attention
+
+    case = Case((1, 5), (12, 9), heads=3, kv_heads=3)
+    q, keys, values, pages = made(case)
+    whole = torch.stack((q, torch.zeros_like(q), q), 2)
+    return torch.equal(paged_attention(whole[:, :, 0], keys, values, pages), paged_attention(q, keys, values, pages))
+
+
 if __name__ == "__main__":
     for name, case in CASES.items():
         print(json.dumps([name, difference(case)]), flush=True)
-    print(json.dumps(["alone", alone()]), flush=True)
+    for check in (alone, sizes_on_the_device, strided):
+        print(json.dumps([check.__name__, check()]), flush=True)

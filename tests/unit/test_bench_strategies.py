@@ -8,8 +8,10 @@ import pytest
 
 from meshwright.bench.compare import compare, load
 from meshwright.bench.page import write_page
+from meshwright.bench.runner import Outcome, planned
 from meshwright.bench.strategies import FULL, ONE, Strategy, parse_micro, strategies, strategy_lines
 from meshwright.bench.table import Result, combined, scaling_lines
+from meshwright.bench.tasks import Settings
 from meshwright.bench.workloads import WORKLOADS
 from meshwright.errors import UserError
 
@@ -129,3 +131,12 @@ def test_the_page_holds_the_table_and_bars(tmp_path):
     write_page(tmp_path / "results.html", "a < b", [result("ddp", 2, 0.1, mean_gib=1.0, peak_gib=2.0)])
     text = (tmp_path / "results.html").read_text()
     assert "a &lt; b" in text and text.count("Plotly.newPlot(") == 2
+
+
+def test_a_peer_is_never_taken_for_one_of_our_rows():
+    # Red while the peer `ddp` had the name of our row: two engines became one, with the median of both.
+    outcome = Outcome(Settings(("smoke-encoder",), suite="strategies", peers="ddp", gpus=(8,)))
+    tasks = planned(outcome.settings, outcome)
+    names = [(task.engine, task.gpus) for task in tasks]
+    assert len(set(names)) == len(names) and ("peer ddp", 8) in names and ("ddp", 8) in names
+    assert [task.refused for task in tasks] == [""] * len(tasks), "a CPU has as many ranks as are asked for"

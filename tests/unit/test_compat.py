@@ -6,6 +6,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from meshwright import compat
 from meshwright.distributed.environment import World
@@ -59,3 +60,13 @@ def test_what_normalises_over_rows_has_one_base_class():
     assert all(issubclass(norm, compat.BatchNorm) for norm in norms)
     assert all(issubclass(norm, compat.NormBase) for norm in [*norms, torch.nn.InstanceNorm1d])
     assert not issubclass(torch.nn.LayerNorm, compat.NormBase)
+
+
+def test_a_file_of_tensors_is_for_whom_any_new_file_is(tmp_path):
+    # Red with safetensors alone: 0600, which nobody else, such as a container's user, can read.
+    plain, path = tmp_path / "plain", tmp_path / "model.safetensors"
+    plain.touch()
+    for _ in range(2):
+        compat.save_tensors({"a": torch.arange(3.0)}, path, {"format": "pt"})
+    assert path.stat().st_mode == plain.stat().st_mode
+    assert load_file(path)["a"].tolist() == [0.0, 1.0, 2.0]

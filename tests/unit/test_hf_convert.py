@@ -15,7 +15,7 @@ from meshwright.errors import CheckpointError
 from meshwright.export import hf
 from meshwright.models import build, initialize
 from meshwright.models.files import load_model, save_model
-from meshwright.runtime import trained
+from meshwright.runtime import exporting
 from meshwright.runtime.trained import Trained
 from tests.unit import hf_models
 
@@ -80,7 +80,7 @@ def test_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: 
     model = build(config, "lm")
     initialize(model, 3, "cpu")
     loaded = Trained(model, config, "lm", tokenizer, None, run)
-    monkeypatch.setattr(trained, "load_trained", lambda path: loaded if path == run else pytest.fail(str(path)))
+    monkeypatch.setattr(exporting, "load_trained", lambda path, dtype: loaded if path == run else pytest.fail(str(path)))
     assert main(["convert", str(run), str(tmp_path / "theirs")]) == 0
     assert "to Hugging Face, llama, task lm" in capsys.readouterr().out
     raw = json.loads((tmp_path / "theirs" / "config.json").read_text())

@@ -244,7 +244,7 @@ def test_nothing_is_left_of_a_failed_write(tmp_path: Path, monkeypatch: pytest.M
         assert not (tmp_path / "ours").exists()  # it has its name when it is whole
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shards, "save_file", full)
+    monkeypatch.setattr(shards, "save_tensors", full)
     with pytest.raises(DeviceError, match="No space left on device"):
         save_model(tmp_path / "ours", _model(), CONFIG, "lm")
     assert list(tmp_path.iterdir()) == []

@@ -281,3 +281,29 @@ def test_a_key_that_is_there_twice_is_refused_by_name_and_text_in_a_string_is_te
     assert warned(translate({**config(), "a // b": 1}, ranks=1)) == ["a // b"]
     assert "cannot be read" in refusal("no/such/file.json")[0]
     assert "is no JSON object" in refusal("{}".replace("{}", "# nothing\n[]"))[0]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"train_batch_size": 1e400}, "train_batch_size: inf is no finite number"),
+        ({"gradient_clipping": float("nan")}, "gradient_clipping: nan is no finite number"),
+        ({"steps_per_print": 1e400}, "steps_per_print: inf is no finite number"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 1e9}}, "fp16.initial_scale_power: 1000000000.0 is above 127"),
+        ({"fp16": {"enabled": True, "loss_scale": 1e400}}, "fp16.loss_scale: inf is no finite number"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": -5}}, "reduce_bucket_size: -5 is below 1"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": [1]}}, "zero_optimization.offload_optimizer: is no object"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"betas": [1.5, 0.9]}}},
+            r"betas: \[1.5, 0.9\] are not two numbers of at least 0",
+        ),
+        ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "nesterov: needs a momentum and no dampening"),
+        ({"optimizer": {"type": "SGD", "params": [1]}}, "optimizer.params: is no object but"),
+        ({"scheduler": {"type": ["WarmupLR"]}}, "scheduler.type: .* is not available here"),
+    ],
+)
+def test_numbers_that_are_none_and_values_of_other_kinds_are_refused_by_name(more: dict[str, Any], said: str):
+    """Each of them once ended in an error of Python's, torch's or pydantic's own, or was taken."""
+    given = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **more}
+    with pytest.raises(ConfigError, match=said):
+        translate(given, ranks=2)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.kernels.paged_attention import Pages, gathered_attention, write_pages
+from meshwright.kernels.paged_attention import Pages, Singles, gathered_attention, write_pages
 from meshwright.models.attention import attention
 from tests.unit.paged_cases import CASES, made
 
@@ -33,6 +33,16 @@ def test_pages_are_rows(name: str):
         whole_q = torch.cat((torch.zeros(length - count, *own.shape[1:], dtype=own.dtype), own))[None]
         expected = attention(whole_q, k, v, causal=True, window=case.window)[0, length - count :]
         assert (found[row] - expected).abs().max() < 1e-14
+
+
+def test_lengths_that_only_the_device_knows():
+    """With wider tables than any sequence needs. Mutation tried: what is behind the end of a sequence is seen: red."""
+    q, keys, values, pages = made(CASES["decode"])
+    wide = torch.cat((pages.tables, pages.tables[:, -1:].expand(-1, 3)), 1)
+    alone = Singles(pages.slots, wide, torch.tensor(pages.lengths, dtype=torch.int32))
+    for window in (None, 5):
+        found, expected = (gathered_attention(q, keys, values, p, window=window) for p in (alone, pages))
+        assert (found - expected).abs().max() < 1e-14
 
 
 def test_new_tokens_go_to_their_slots():
@@ -73,3 +83,16 @@ def test_the_kernel_computes_what_the_plain_version_does(name: str):
 def test_a_sequence_gets_the_same_bits_alone():
     # Mutation tried: fewer keys at a time where there are more sequences: red.
     assert interpreted()["alone"] is True
+
+
+@needs_triton
+def test_what_is_launched_does_not_depend_on_lengths():
+    """Mutations tried, each red: fewer programs than the longest sequence needs; what a program beyond the end left is merged;
+    the keys of a program by the longest sequence of the step."""
+    assert interpreted()["sizes_on_the_device"] is True
+
+
+@needs_triton
+def test_queries_need_not_lie_alone():
+    # Mutation tried: the stride of the output: red.
+    assert interpreted()["strided"] is True

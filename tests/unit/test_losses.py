@@ -12,7 +12,7 @@ from meshwright.distributed.environment import World
 from meshwright.distributed.world import Ranks
 from meshwright.errors import DataError
 from meshwright.runtime.batches import rows_of, split_rows
-from meshwright.runtime.losses import LossError, Window, terms_of
+from meshwright.runtime.losses import LossError, Window, check_len, terms_of, weights_of
 
 
 def value(number: float) -> torch.Tensor:
@@ -91,6 +91,7 @@ def test_a_batch_without_any_weight_divides_by_nothing():
         ((value(1.0), value(2.0)), None, r"a tuple of 2 that is no \(sum, weight\)"),
         ((value(1.0), 2), 3, "keep one of them"),
         ((value(1.0), torch.ones(2)), None, r"its weight is no number but a tensor of shape \(2,\)"),
+        (torch.zeros((), dtype=torch.complex64, requires_grad=True), None, r"is complex \(torch.complex64\)"),
         ({}, None, "there is none"),
         ({"a": value(1.0)}, {"b": 1.0}, "loss 'a'.*has no weight among b"),
     ],
@@ -98,6 +99,43 @@ def test_a_batch_without_any_weight_divides_by_nothing():
 def test_what_is_no_loss_is_said(output: Any, weight: Any, said: str):
     with pytest.raises(LossError, match=f"(?i){said}"):
         terms_of(output, weight)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "weight_fn: gave no number but None"),
+        ("4", "weight_fn: gave no number but a str"),
+        (float("nan"), "weight_fn: gave nan"),
+        (-3, "weight_fn: gave -3"),
+        ({"a": 1, "b": torch.ones(2)}, r"weight_fn\['b'\]: gave no number but a tensor of shape \(2,\)"),
+    ],
+)
+def test_what_is_no_weight_is_said(given: Any, said: str):
+    """Mutation tried: None left out of the sum, so that every step was skipped in silence."""
+    with pytest.raises(LossError, match=said):
+        weights_of(given)
+    assert weights_of({"a": torch.tensor(2), "b": True}) == {"a": 2.0, "b": 1.0} and weights_of(0) == {"": 0.0}
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -3.0])
+def test_a_loss_with_a_weight_that_is_none_is_refused(weight: float):
+    """In the first micro-batch and in a later one. Mutation tried: the sum of 5 and -3 taken."""
+    with pytest.raises(LossError, match=f"loss: weighs {weight:g}"):
+        window(1).add(terms_of((value(1.0), weight)))
+    made = window(2)
+    made.add(terms_of((value(1.0), 5)))
+    made.add(terms_of((value(1.0), torch.tensor(weight))))
+    with pytest.raises(LossError, match=f"loss: weighs {weight:g}"):
+        made.close()
+
+
+@pytest.mark.parametrize("batch", [[torch.zeros(3, 2), torch.zeros(3)], {"x": torch.zeros(3)}])
+def test_len_of_the_parts_of_a_batch_is_no_weight_of_its_rows(batch: Any):
+    with pytest.raises(LossError, match=f"counts the {len(batch)} parts of a {type(batch).__name__}, and it has 3 rows"):
+        check_len(batch)
+    check_len(torch.zeros(3, 2))
+    check_len(["a", "b"])
 
 
 def test_other_losses_than_before_are_refused():

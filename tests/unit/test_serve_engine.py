@@ -17,6 +17,7 @@ from meshwright.models.trunk import Trunk
 from meshwright.serve.engine import LLMEngine
 from meshwright.serve.request import Output, Request
 from meshwright.serve.runner import Runner
+from meshwright.serve.sampler import Scores, scores_of
 from meshwright.serve.sampling import SamplingParams
 
 BASE: dict[str, Any] = {"layers": 2, "width": 24, "heads": 4, "ffn": 64, "vocab": 61, "max_len": 48, "init_std": 0.4}
@@ -296,12 +297,13 @@ class Says:
     lanes = 1
 
     def start(self, packed: Any) -> None:
-        self.logits = torch.zeros(len(packed.select), self.vocab)
+        self.scores = torch.zeros(len(packed.select), self.vocab)
         for row, index in enumerate(packed.select):
-            self.logits[row, self.tokens[packed.positions[index] + 1 - self.prompt]] = 9.0
+            place = packed.positions[index] + 1 - self.prompt
+            self.scores[row, self.tokens[min(place, len(self.tokens) - 1)]] = 9.0  # a step ahead may be one too many
 
-    def finish(self) -> torch.Tensor:
-        return self.logits
+    def finish(self) -> Scores:
+        return scores_of(self.scores)
 
 
 @pytest.fixture(scope="module")

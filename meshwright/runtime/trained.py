@@ -15,15 +15,15 @@ from meshwright.config.schema import Config, ModelConfig
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError, Finding
 from meshwright.models import build, generate
-from meshwright.models.files import DESCRIPTION, load_model, model_tensors
-from meshwright.models.hf import CONFIG, load_hf
+from meshwright.models.files import DESCRIPTION, load_model, model_tensors, read_description
+from meshwright.models.hf import CONFIG, HfFolder, load_hf
 from meshwright.models.initialize import materialise
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.train.objectives import make_objective
 
-__all__ = ["Trained", "continue_text", "load_trained"]
+__all__ = ["Trained", "continue_text", "described", "load_trained"]
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,34 @@ def _load_folder(path: Path, device: torch.device | str, dtype: torch.dtype | No
     if (path / CONFIG).is_file():
         model, hf = load_hf(path, None, device, dtype)
         return Trained(model.eval(), hf.config, hf.task, Tokenizer.load(path), None, path)
+    raise _nothing(path)
+
+
+def _nothing(path: Path) -> CheckpointError:
     what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
-    raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+    return CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+
+
+def described(path: str | Path) -> tuple[ModelConfig, str]:
+    """Shape and task of what `load_trained` would load, without its weights. Raises CheckpointError as that does."""
+    path = Path(path)
+    checkpoint = path if (path / MANIFEST).is_file() else None
+    folder = RunFolder(path if checkpoint is None else path.absolute().parent.parent)
+    if folder.config.is_file():
+        with CheckpointStore(folder.checkpoints, write=False, report=print) as store:
+            found = checkpoint or store.newest()
+        if found is None:
+            raise CheckpointError(findings=[Finding(str(folder.path), "has no whole checkpoint", "Train it first")])
+        config = Config.model_validate(inspect(found)["meta"]["config"])
+        load_modules(config.run.modules)
+        return config.model, make_objective(config.objective, config.model.classes or 0).task
+    if (path / DESCRIPTION).is_file():
+        description = read_description(path)
+        return description.config, description.task
+    if (path / CONFIG).is_file():
+        with HfFolder.open(path) as source:
+            return source.hf.config, source.hf.task
+    raise _nothing(path)
 
 
 def continue_text(

@@ -17,7 +17,7 @@ from meshwright.cli import main
 from meshwright.config.schema import ModelConfig
 from meshwright.models import build, initialize
 from meshwright.models.files import save_model
-from meshwright.serve.command import load_engine, task_of
+from meshwright.serve.loading import load_engine, task_of
 from meshwright.serve.encoder import EncoderEngine
 from tests.docs.markdown import ROOT
 from tests.unit.serve_fakes import TEMPLATE, byte_tokenizer

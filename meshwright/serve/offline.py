@@ -65,7 +65,7 @@ def _prompt(line: str, where: str) -> str:
 
 
 def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams, ahead: int = AHEAD) -> Iterator[Completed]:
-    """The answer to each prompt, in their order. With a seed, prompt i has seed + i. ahead: prompts that are under way at a time.
+    """The answer to each prompt, in their order. With a seed, prompt i has seed + i. ahead: prompts under way at a time.
 
     Raises DataError for a prompt that is empty or does not fit the context with its answer.
     """

@@ -219,12 +219,10 @@ class Replicas:
         with self._news:
             if not self._heard and self.failure is None:
                 self._news.wait(WAIT_S)
+            if self.failure is not None:
+                raise MeshwrightError(self.failure)
             heard, self._heard = self._heard, []
-            failure = self.failure
-        outputs = [output for replica, said in heard for output in self._taken(replica, said)]
-        if failure is not None and not outputs:
-            raise MeshwrightError(failure)
-        return outputs
+        return [output for replica, said in heard for output in self._taken(replica, said)]
 
     def stats(self) -> dict[str, float]:
         now, found = time.monotonic(), dict[str, float]()

@@ -318,12 +318,10 @@ class Service:
                 pass
         except BaseException as error:  # whatever it is, requests wait for an answer
             self._post(self._failed, reason_of(error))
-            with contextlib.suppress(Exception):  # what its ranks died of has been told
-                self.engine.close()
-        else:
-            self.engine.close()
         finally:
             self._busy_since = None
+            with contextlib.suppress(Exception):  # what its ranks died of is told by them
+                self.engine.close()
 
     def _turn(self) -> bool:
         """Carry out what was ordered, then one step. False when it is time to stop."""

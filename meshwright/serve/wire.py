@@ -40,7 +40,7 @@ _FIELDS = tuple(item.name for item in dataclasses.fields(SamplingParams))
 
 @dataclass(frozen=True)
 class Said:
-    """What a replica says after a step. seen: commands that it had carried out before. failure: why it ends, and the last word."""
+    """What a replica says after a step. seen: commands that it had carried out before. failure: why it ends."""
 
     seen: int = 0
     outputs: Sequence[Any] = ()

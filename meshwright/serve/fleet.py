@@ -77,7 +77,9 @@ class Fleet:
                 head,
                 {key: self.engine[key] for key in AXES if key in self.engine},
                 devices=have,
-                device_bytes=None if kind == "cpu" else _smallest(kind, devices.count(kind)),
+                device_bytes=None
+                if kind == "cpu"
+                else _memory(kind, 0 if self.devices is None else int(self.devices.split(",")[0])),
                 item=DTYPES[self.engine["dtype"]].itemsize if self.engine.get("dtype") in DTYPES else 2,
             )
         except UserError as error:
@@ -131,6 +133,6 @@ def _compute(engine: Engine, lines: list[Line]) -> None:
         engine.follow()
 
 
-def _smallest(kind: str, count: int) -> int:
-    """Bytes of the device with the least memory."""
-    return min(devices.memory_total(devices.rank_device(kind, index))[1] for index in range(count))
+def _memory(kind: str, index: int) -> int:
+    """Bytes of a device, which the others are taken to be like: asking takes some of its memory."""
+    return devices.memory_total(devices.rank_device(kind, index))[1]

@@ -18,6 +18,7 @@ from meshwright.config.schema import ModelConfig
 from meshwright.models import build, initialize
 from meshwright.models.files import save_model
 from meshwright.serve.encoder import EncoderEngine
+from meshwright.serve.fleet import Fleet
 from meshwright.serve.loading import load_engine, task_of
 from tests.docs.markdown import ROOT
 from tests.unit.serve_fakes import TEMPLATE, byte_tokenizer
@@ -73,6 +74,27 @@ def test_the_head_of_a_model_decides_how_it_is_served(tmp_path: Path):
         assert isinstance(engine, EncoderEngine) and engine.tasks == tasks and engine.model_name == "mine"
     assert engine.labels == ("good", "bad")
     assert task_of(tmp_path / "none") == "lm"
+
+
+def test_devices_are_counted_and_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Four accelerators, as this machine would tell them; the tiny model fits each, or by its measure none."""
+    model = str(folder(tmp_path / "model"))
+    room = [2**30]
+    for name, value in (
+        ("pick", lambda wanted=None: "cuda"),
+        ("count", lambda kind: 4),
+        ("memory_total", lambda one: (0, room[0])),
+    ):
+        monkeypatch.setattr(f"meshwright.serve.fleet.devices.{name}", value)
+    serving, findings = Fleet(model, {}).plan()
+    assert serving is not None and (serving.tp, serving.pp, serving.dp, findings) == (1, 1, 4, [])
+    chosen, _ = Fleet(model, {"tp": 2}, devices="1,3").plan()
+    assert chosen is not None and (chosen.tp, chosen.dp) == (2, 1)
+    assert Fleet(model, {}, devices="1,7").plan()[1][0].what == "there is no device 7"
+    room[0] = 2**10
+    assert "does not fit 0.0 GiB a device" in Fleet(model, {}).plan()[1][0].what
+    serving, findings = Fleet(str(folder(tmp_path / "mlm", "mlm")), {"blocks": 3}).plan("lm")
+    assert serving is None and "has the task 'mlm'" in findings[0].what
 
 
 def test_a_dry_run_says_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path):

@@ -74,7 +74,7 @@ def read(http: httpx.Client, body: dict[str, Any], said: list[dict[str, Any]]) -
 
 
 def test_streams_one_that_leaves_and_a_replica_that_is_killed(tmp_path: Path):
-    """Mutation tried: without the thread that listens to a replica the streams of the dead one wait for ever."""
+    """Mutation tried: the end of a line is not noticed, and the streams of the dead one wait for the deadline of the drain."""
     with two(tmp_path) as (process, http, ranks):
         assert sorted(ranks) == [0, 1]
         said: list[list[dict[str, Any]]] = [[] for _ in range(4)]

@@ -128,7 +128,7 @@ def test_beginnings_are_whole_units_and_the_oldest_are_forgotten():
 
 
 def test_no_replica_waits_for_another():
-    """Mutation tried: the engine of this process stepped by `step` itself."""
+    """Mutation tried: `step` waits until all that have work have said something."""
     for slow in (0, 1):
         both = engine(), engine()
         with replicas(*both) as made:

@@ -23,7 +23,7 @@ from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.train.objectives import make_objective
 
-__all__ = ["Trained", "continue_text", "described", "load_trained"]
+__all__ = ["Trained", "continue_text", "described", "label_names", "load_trained", "run_folder"]
 
 
 @dataclass(frozen=True)
@@ -87,24 +87,40 @@ def _load_folder(path: Path, device: torch.device | str, dtype: torch.dtype | No
     if (path / CONFIG).is_file():
         model, hf = load_hf(path, None, device, dtype)
         return Trained(model.eval(), hf.config, hf.task, Tokenizer.load(path), None, path)
-    raise _nothing(path)
-
-
-def _nothing(path: Path) -> CheckpointError:
     what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
-    return CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+    raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+
+
+def run_folder(path: str | Path) -> RunFolder | None:
+    """The run that a folder is, or is a checkpoint of."""
+    path = Path(path)
+    folder = RunFolder(path.absolute().parent.parent if (path / MANIFEST).is_file() else path)
+    return folder if folder.config.is_file() else None
+
+
+def label_names(path: str | Path) -> tuple[str, ...]:
+    """Names of the classes of a classifier that `load_trained` reads, in the order of their numbers; empty where none are
+    known."""
+    path, run = Path(path), run_folder(path)
+    if run is not None:
+        return Corpus.load(run.data).label_names()
+    if (path / DESCRIPTION).is_file():
+        kept = read_description(path).huggingface.get("kept", {})
+    else:
+        with HfFolder.open(path) as folder:
+            kept = folder.hf.kept
+    named = kept.get("id2label") or {}
+    return tuple(named[key] for key in sorted(named, key=int))
 
 
 def described(path: str | Path) -> tuple[ModelConfig, str]:
     """Shape and task of what `load_trained` would load, without its weights. Raises CheckpointError as that does."""
-    path = Path(path)
-    checkpoint = path if (path / MANIFEST).is_file() else None
-    folder = RunFolder(path if checkpoint is None else path.absolute().parent.parent)
-    if folder.config.is_file():
-        with CheckpointStore(folder.checkpoints, write=False, report=print) as store:
-            found = checkpoint or store.newest()
+    path, run = Path(path), run_folder(path)
+    if run is not None:
+        with CheckpointStore(run.checkpoints, write=False, report=print) as store:
+            found = path if (path / MANIFEST).is_file() else store.newest()
         if found is None:
-            raise CheckpointError(findings=[Finding(str(folder.path), "has no whole checkpoint", "Train it first")])
+            raise CheckpointError(findings=[Finding(str(run.path), "has no whole checkpoint", "Train it first")])
         config = Config.model_validate(inspect(found)["meta"]["config"])
         load_modules(config.run.modules)
         return config.model, make_objective(config.objective, config.model.classes or 0).task
@@ -114,7 +130,8 @@ def described(path: str | Path) -> tuple[ModelConfig, str]:
     if (path / CONFIG).is_file():
         with HfFolder.open(path) as source:
             return source.hf.config, source.hf.task
-    raise _nothing(path)
+    what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
+    raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
 
 
 def continue_text(

@@ -11,16 +11,13 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.manifest import MANIFEST
 from meshwright.config.load import load_config
 from meshwright.distributed import device as devices
 from meshwright.errors import Finding, UserError
 from meshwright.models.files import DESCRIPTION, read_description
 from meshwright.models.hf import CONFIG, HfFolder
-from meshwright.runtime.corpus import Corpus
-from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
-from meshwright.runtime.trained import load_trained
+from meshwright.runtime.trained import label_names, load_trained, run_folder
 from meshwright.serve.contract import Engine
 from meshwright.serve.encoder import EncoderEngine
 from meshwright.serve.engine import LLMEngine
@@ -37,7 +34,7 @@ def task_of(source: str | Path) -> str:
     """Head of the model in a folder that `load_trained` reads: "lm", "mlm" or "classify". A folder that is none of them counts
     as "lm", and its loading says what is wrong with it."""
     path = Path(source)
-    run = _run_folder(path)
+    run = run_folder(path)
     if run is not None:
         config = load_config(str(run.config), []).config
         load_modules(config.run.modules)
@@ -48,12 +45,6 @@ def task_of(source: str | Path) -> str:
         with HfFolder.open(path) as folder:
             return folder.hf.task
     return "lm"
-
-
-def _run_folder(path: Path) -> RunFolder | None:
-    """The run that a folder is, or is a checkpoint of."""
-    folder = RunFolder(path.absolute().parent.parent if (path / MANIFEST).is_file() else path)
-    return folder if folder.config.is_file() else None
 
 
 def load_engine(source: str | Path, *, name: str | None = None, **options: Any) -> Engine:
@@ -84,22 +75,8 @@ def _encoder(source: Path, device: str | None, dtype: torch.dtype | None) -> Enc
     kind = devices.pick(device)
     wanted = dtype or (None if kind == "cpu" else torch.bfloat16)
     trained = load_trained(source, device=devices.current(kind), dtype=wanted)
-    labels = _labels(source) if trained.task == "classify" else ()
+    labels = label_names(source) if trained.task == "classify" else ()
     return EncoderEngine(trained.model, trained.tokenizer, trained.task, model_name=source.absolute().name, labels=labels)
-
-
-def _labels(source: Path) -> tuple[str, ...]:
-    """Names of the classes, in the order of their numbers; empty where none are known."""
-    run = _run_folder(source)
-    if run is not None:
-        return Corpus.load(run.data).label_names()
-    if (source / DESCRIPTION).is_file():
-        kept = read_description(source).huggingface.get("kept", {})
-    else:
-        with HfFolder.open(source) as folder:
-            kept = folder.hf.kept
-    named = kept.get("id2label") or {}
-    return tuple(named[key] for key in sorted(named, key=int))
 
 
 @contextmanager

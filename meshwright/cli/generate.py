@@ -24,6 +24,15 @@ def register(app: typer.Typer) -> None:
         top_k: int = typer.Option(0, min=0, help="Draw among the k most likely; 0: all."),
         top_p: float = typer.Option(1.0, help="Draw among the fewest tokens that have this probability together."),
         seed: int = typer.Option(0, min=0, help="Prompt i of a file has seed + i."),
+        tp: int | None = typer.Option(None, min=1, help="With --prompts: ranks that hold each matrix together."),
+        pp: int | None = typer.Option(None, min=1, help="With --prompts: pipeline stages."),
+        dp: int | None = typer.Option(None, min=1, help="With --prompts: copies of the model."),
+        devices: str | None = typer.Option(None, help="With --prompts: numbers of the devices to use, e.g. 0,2."),
+        device: str | None = typer.Option(None, help="With --prompts: cpu, cuda, ...; default: what torch finds."),
+        dtype: str | None = typer.Option(None, help="With --prompts: of the weights: fp32, bf16 or fp16."),
+        max_running: int | None = typer.Option(None, min=1, help="With --prompts: most that a copy computes together."),
+        token_budget: int | None = typer.Option(None, min=1, help="With --prompts: most tokens of a step."),
+        blocks: int | None = typer.Option(None, min=1, help="With --prompts: blocks of a copy's KV cache."),
         best: bool = typer.Option(False, "--best", help="The checkpoint with the best held-out loss instead of the newest."),
     ) -> int:
         """Print the prompt and its continuation; or write the continuations of a file; or answer what is typed."""
@@ -34,23 +43,32 @@ def register(app: typer.Typer) -> None:
             "top_p": top_p,
             "seed": seed,
         }
-        _check(prompt, prompts, output, interactive, best)
+        engine = {
+            "tp": tp, "pp": pp, "dp": dp, "device": device, "dtype": dtype,
+            "max_running": max_running, "token_budget": token_budget, "blocks": blocks,
+        }  # fmt: skip
+        given = {key: value for key, value in engine.items() if value is not None}
+        _check(prompt, prompts, output, interactive, best, [*given, *(["devices"] if devices is not None else [])])
         if prompt is not None:
             from meshwright.runtime.trained import continue_text, load_trained
 
             typer.echo(continue_text(load_trained(model, best=best), prompt, **drawn))
             return 0
-        from meshwright.serve.engine import LLMEngine
         from meshwright.serve.sampling import SamplingParams
 
         params = SamplingParams(**drawn)
-        engine = LLMEngine.load(model)
         if prompts is not None and output is not None:
-            return _file(engine, prompts, output, params)
-        return _typed(engine, params)
+            from meshwright.serve.batch import BatchCommand
+
+            return BatchCommand(model, prompts, output, drawn, given, devices).run()
+        from meshwright.serve.engine import LLMEngine
+
+        return _typed(LLMEngine.load(model), params)
 
 
-def _check(prompt: str | None, prompts: str | None, output: str | None, interactive: bool, best: bool) -> None:
+def _check(
+    prompt: str | None, prompts: str | None, output: str | None, interactive: bool, best: bool, engine: list[str]
+) -> None:
     from meshwright.errors import Finding, UserError
 
     findings = []
@@ -61,20 +79,10 @@ def _check(prompt: str | None, prompts: str | None, output: str | None, interact
         findings.append(Finding("--output", "goes with --prompts, and --prompts with it"))
     if best and prompt is None:
         findings.append(Finding("--best", "is for --prompt", "Name the checkpoint's folder as MODEL"))
+    if prompts is None:
+        findings += [Finding(f"--{key.replace('_', '-')}", "is for --prompts", "Leave it out") for key in engine]
     if findings:
         raise UserError(findings=findings)
-
-
-def _file(engine: Any, prompts: str, output: str, params: Any) -> int:
-    import time
-
-    from meshwright.serve.offline import answer_file
-
-    began = time.perf_counter()
-    made, tokens = answer_file(engine, prompts, output, params)
-    seconds = time.perf_counter() - began
-    typer.echo(f"{made} prompts, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:,.1f} tokens/s; see {output}", err=True)
-    return 0
 
 
 def _typed(engine: Any, params: Any) -> int:

@@ -19,9 +19,10 @@ def register(app: typer.Typer) -> None:
             None, help="File with a key a line; default: the variable MESHWRIGHT_API_KEY, else no key."
         ),
         no_key: bool = typer.Option(False, "--no-key", help="Let everybody in who reaches the address."),
-        tp: int | None = typer.Option(None, min=1, help="Devices that hold each matrix together."),
-        pp: int | None = typer.Option(None, min=1, help="Pipeline stages."),
-        dp: int | None = typer.Option(None, min=1, help="Copies of the model."),
+        tp: int | None = typer.Option(None, min=1, help="Ranks that hold each matrix together; default: as few as it fits."),
+        pp: int | None = typer.Option(None, min=1, help="Pipeline stages; default: 1, where tp is enough."),
+        dp: int | None = typer.Option(None, min=1, help="Copies of the model; default: as many as there are devices for."),
+        devices: str | None = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),
         device: str | None = typer.Option(None, help="cpu, cuda, ...; default: what torch finds."),
         dtype: str | None = typer.Option(None, help="Of the weights: fp32, bf16 or fp16; default: as stored, bf16 on a GPU."),
         max_running: int | None = typer.Option(None, min=1, help="Most requests that are computed together."),
@@ -32,6 +33,7 @@ def register(app: typer.Typer) -> None:
         max_body: int = typer.Option(4 << 20, min=1024, help="Bytes of a request body."),
         drain: float = typer.Option(30.0, min=0.0, help="Seconds that requests under way get after SIGTERM."),
         stall: float = typer.Option(60.0, min=1.0, help="Seconds of a step after which /ready says no."),
+        dry_run: bool = typer.Option(False, "--dry-run", help="Check everything, print the plan, start nothing."),
     ) -> int:
         """Answer OpenAI-shaped requests, and a page at / to try the model in a browser. SIGTERM finishes what is under way."""
         import importlib.util
@@ -60,4 +62,4 @@ def register(app: typer.Typer) -> None:
             limits=Limits(max_body=max_body),
         )
         given = {key: value for key, value in engine.items() if value is not None}
-        return ServeCommand(model, options, given, name, api_key_file, no_key).run()
+        return ServeCommand(model, options, given, name, api_key_file, no_key, devices, dry_run).run()

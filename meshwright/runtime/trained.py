@@ -23,7 +23,7 @@ from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.train.objectives import make_objective
 
-__all__ = ["Trained", "continue_text", "label_names", "load_trained", "run_folder"]
+__all__ = ["Trained", "continue_text", "described", "label_names", "load_trained", "run_folder"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,27 @@ def label_names(path: str | Path) -> tuple[str, ...]:
             kept = folder.hf.kept
     named = kept.get("id2label") or {}
     return tuple(named[key] for key in sorted(named, key=int))
+
+
+def described(path: str | Path) -> tuple[ModelConfig, str]:
+    """Shape and task of what `load_trained` would load, without its weights. Raises CheckpointError as that does."""
+    path, run = Path(path), run_folder(path)
+    if run is not None:
+        with CheckpointStore(run.checkpoints, write=False, report=print) as store:
+            found = path if (path / MANIFEST).is_file() else store.newest()
+        if found is None:
+            raise CheckpointError(findings=[Finding(str(run.path), "has no whole checkpoint", "Train it first")])
+        config = Config.model_validate(inspect(found)["meta"]["config"])
+        load_modules(config.run.modules)
+        return config.model, make_objective(config.objective, config.model.classes or 0).task
+    if (path / DESCRIPTION).is_file():
+        description = read_description(path)
+        return description.config, description.task
+    if (path / CONFIG).is_file():
+        with HfFolder.open(path) as source:
+            return source.hf.config, source.hf.task
+    what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
+    raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
 
 
 def continue_text(

@@ -1,4 +1,4 @@
-"""What a service asks of an engine, and what it says when it cannot serve. `LLMEngine` and `EncoderEngine` fit."""
+"""What a service asks of an engine, and what it says when it cannot serve. `LLMEngine`, `EncoderEngine`, `Replicas` fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import MeshwrightError
 
-__all__ = ["Busy", "Engine", "NotReady", "Output", "Work"]
+__all__ = ["Busy", "Engine", "NotReady", "Output", "Work", "reason_of"]
 
 
 class Work(Protocol):
@@ -41,12 +41,14 @@ class Output(Protocol):
 
 
 class Engine(Protocol):
-    """What a service drives. All methods are called from one thread.
+    """What a service drives. All methods are called from one thread, `check` from any.
 
-    add    takes a request; raises UserError for one that it cannot have
+    check  raises UserError for a request that it cannot have
+    add    takes a request, after the same check
     abort  forgets a request and frees what it held
     step   one round of work; the outputs of the requests that moved
-    stats  figures after the last step: `kv_used`, the share of the KV cache in use
+    stats  figures after the last step: `kv_used`, the share of the KV cache in use; where its work is done elsewhere,
+           `silent_s`, how long nothing was heard of it
     close  ends whatever runs for the engine
     """
 
@@ -61,6 +63,8 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+
+    def check(self, request: Any) -> None: ...
 
     def add(self, request: Any) -> None: ...
 
@@ -83,3 +87,11 @@ class Busy(MeshwrightError):
 
 class NotReady(MeshwrightError):
     """The service takes no requests, or cannot finish the ones that it has: it stops, or its engine failed."""
+
+
+def reason_of(error: BaseException) -> str:
+    """One line: what went wrong, and for a failure of ours its type."""
+    text = " ".join(str(error).split())
+    if isinstance(error, MeshwrightError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -64,12 +64,16 @@ class EncoderEngine:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, work: EncoderWork) -> None:
+    def check(self, work: EncoderWork) -> None:
         """Raises UserError for what this model has no head for, and for a row that is too long."""
         if work.kind not in self.tasks:
             raise UserError(findings=[Finding("model", f"answers {', '.join(sorted(self.tasks))}, not {work.kind}")])
         if len(work.tokens) > self.max_len:
             raise UserError(findings=[Finding("input", f"has {len(work.tokens)} tokens, the model takes {self.max_len}")])
+
+    def add(self, work: EncoderWork) -> None:
+        """Queue a row. Raises UserError as `check` does."""
+        self.check(work)
         self._waiting[work.id] = work
 
     def abort(self, id: str) -> None:

@@ -82,17 +82,18 @@ class LLMEngine:
         name: str = "model",
     ):
         """blocks: of the cache; None: what the device has room for. prefix: keep what was computed, for prompts that begin
-        alike. group: ranks that hold the model together; all make an engine, and all but the first then `follow`. graphs: as of
-        `Runner`. ahead: launch the next step before the results of the last one are here; None: on an accelerator."""
+        alike. group: ranks that hold the model together, and those of its replicas, whose caches then have one size; all make
+        an engine, and all but the first of a replica then `follow`. graphs: as of `Runner`.
+        ahead: launch the next step before the results of the last one are here; None: on an accelerator."""
         self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
         span = None if group is None else group.span
         sizes: dict[str, Any] = {"blocks": blocks, "block_size": block_size, "token_budget": token_budget}
         runner = Runner(model, **sizes, sequences=max_running, span=span, graphs=graphs)
-        self.runner: Runner | SharedRunner = runner if group is None else SharedRunner(runner, group)
+        self._alone = group is None or group.alone
+        self.runner: Runner | SharedRunner = runner if group is None or self._alone else SharedRunner(runner, group)
         self.max_len = runner.max_len
-        self._alone = group is None
         self._ahead = self.runner.lanes == 1 and (runner.device.type != "cpu" if ahead is None else ahead)
-        self.pool = BlockPool(self.runner.blocks, block_size, prefix=prefix)
+        self.pool = BlockPool(runner.blocks if group is None else group.least(runner.blocks), block_size, prefix=prefix)
         self.scheduler = Scheduler(self.pool, max_running=max_running, token_budget=token_budget, lanes=self.runner.lanes)
         self._packer = Packer(max_running, block_size, self.pool.needed(self.max_len))
         self._answers: dict[str, _Answer] = {}
@@ -115,28 +116,31 @@ class LLMEngine:
         graphs: bool | None = None,
         tp: int = 1,
         pp: int = 1,
+        dp: int = 1,
     ) -> LLMEngine:
         """From a run folder, one of its checkpoints, a model folder or a Hugging Face folder.
 
         device  default: the accelerator that torch finds, else the CPU. dtype: of the weights; default: as stored, on an
                 accelerator bf16
-        tp, pp  ranks that hold each matrix together, and stages of layers behind each other: torch.distributed must be up with
-                tp * pp ranks, and every one of them calls this
+        tp, pp  ranks that hold each matrix together, and stages of layers behind each other
+        dp      such engines side by side (`ServingGroup` says where): this is the one of this rank
+        Of more than one rank torch.distributed must be up with tp * pp * dp ranks, and every one of them calls this.
         Raises CheckpointError for what is no decoder that predicts tokens, DeviceError where it does not fit.
         """
         from meshwright.runtime.trained import load_trained
 
-        group = ServingGroup.join(tp, pp) if tp * pp > 1 else None
+        group = ServingGroup.join(tp, pp, dp) if tp * pp * dp > 1 else None
+        parts = group if group is not None and not group.alone else None
         kind = devices.pick(device)
         place = devices.rank_device(kind, 0 if group is None else group.mesh.get_rank() % devices.count(kind))
         dtype = dtype or (None if kind == "cpu" else torch.bfloat16)
-        trained = load_trained(source, device="cpu" if group else place, dtype=dtype)
+        trained = load_trained(source, device="cpu" if parts else place, dtype=dtype)
         model = trained.model
         if not isinstance(model, Trunk) or not model.causal or trained.task != "lm":
             what = f"has task {trained.task!r} and architecture {trained.model_config.arch!r}, which predict no next token"
             raise CheckpointError(findings=[Finding(str(source), what, "Use a language model")])
-        if group is not None:
-            model = group.split(model).to(place)
+        if parts is not None:
+            model = parts.split(model).to(place)
         ends = (*_file_ends(trained.source), *([] if trained.tokenizer.eos is None else [trained.tokenizer.eos]))
         return cls(
             model,
@@ -184,11 +188,15 @@ class LLMEngine:
             found.append(Finding("max_tokens", f"{what}; the cache holds {room}", "Ask for less, or give it more blocks"))
         return found
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises UserError with everything that is wrong with it; then nothing has changed."""
+    def check(self, request: Request) -> None:
+        """Raises UserError with everything that is wrong with a request."""
         findings = self.refusals(request)
         if findings:
             raise UserError(findings=findings)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError with everything that is wrong with it; then nothing has changed."""
+        self.check(request)
         params = request.params
         ends = frozenset(params.stop_ids) | (frozenset() if params.ignore_eos else self.ends)
         text = None if self.tokenizer is None else Detokenizer(self.tokenizer, request.tokens)

@@ -21,6 +21,8 @@ class Metrics:
     waiting, waiting_tokens  requests without a first token, and the tokens of their prompts
     running                  requests that have had one and are not finished
     kv_used                  share of the KV cache that is in use, 0 to 1 (what `engine.stats()` says)
+    replicas                 of each copy of the model, where there are several: requests under way, its outstanding tokens
+                             (prompts to compute, and the most that answers may still have), and kv_used
     first_token              from arrival to the first output of a request
     token                    of a request with n >= 2 tokens, the mean time of those after the first: (last - first) / (n - 1)
     request                  from arrival to the last output
@@ -29,8 +31,8 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"meshwright_{name}", text, registry=self.registry)
+        def gauge(name: str, text: str, labels: tuple[str, ...] = ()) -> Gauge:
+            return Gauge(f"meshwright_{name}", text, labels, registry=self.registry)
 
         def counter(name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
             return Counter(f"meshwright_{name}", text, labels, registry=self.registry)
@@ -42,6 +44,12 @@ class Metrics:
         self.waiting_tokens = gauge("tokens_waiting", "Prompt tokens of the requests that wait")
         self.running = gauge("requests_running", "Requests that are being answered")
         self.kv_used = gauge("kv_cache_used_ratio", "Share of the KV cache in use")
+        self.replicas = {
+            "requests": gauge("replica_requests", "Requests that a copy of the model has under way", ("replica",)),
+            "tokens": gauge("replica_outstanding_tokens", "Tokens that a copy may still have to compute", ("replica",)),
+            "kv_used": gauge("replica_kv_cache_used_ratio", "Share of a copy's KV cache in use", ("replica",)),
+        }
+        self._figures: Mapping[str, float] = {}
         self.ready = gauge("ready", "1 while the engine steps and requests are taken")
         self.first_token = histogram("time_to_first_token", "From arrival to the first token", FIRST_TOKEN_S)
         self.token = histogram("time_per_output_token", "Mean time between tokens after the first, of a request", TOKEN_S)
@@ -55,9 +63,14 @@ class Metrics:
 
     def text(self) -> bytes:
         """In Prometheus' text format."""
+        for name, value in self._figures.items():
+            if name == "kv_used":
+                self.kv_used.set(value)
+            elif name.startswith("replica."):
+                _, number, figure = name.split(".")
+                self.replicas[figure].labels(number).set(value)
         return generate_latest(self.registry)
 
     def take(self, stats: Mapping[str, float]) -> None:
-        """What an engine says of itself after a step."""
-        if "kv_used" in stats:
-            self.kv_used.set(stats["kv_used"])
+        """What an engine says of itself after a step. Steps are many, and those who ask few."""
+        self._figures = stats

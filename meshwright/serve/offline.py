@@ -18,7 +18,8 @@ from meshwright.serve.sampling import SamplingParams
 __all__ = ["Completed", "answer_file", "complete", "read_prompts", "streamed"]
 
 AHEAD = 1024
-"""Prompts that an engine is given at a time: enough to fill any batch, and a file of any length stays out of memory."""
+"""Prompts that an engine is given at a time, for each copy of its model: enough to fill any batch, and a file of any length
+stays out of memory."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,8 @@ def _prompt(line: str, where: str) -> str:
     return text
 
 
-def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams) -> Iterator[Completed]:
-    """The answer to each prompt, in their order. With a seed, prompt i has seed + i.
+def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams, ahead: int = AHEAD) -> Iterator[Completed]:
+    """The answer to each prompt, in their order. With a seed, prompt i has seed + i. ahead: prompts under way at a time.
 
     Raises DataError for a prompt that is empty or does not fit the context with its answer.
     """
@@ -75,7 +76,7 @@ def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams) -> 
     ready: dict[int, Completed] = {}
     following, more = 0, True
     while more or texts:
-        while more and len(texts) < AHEAD:
+        while more and len(texts) < ahead:
             index, text = next(waiting, (-1, ""))
             more = index >= 0
             if more:
@@ -109,7 +110,9 @@ def _completed(index: int, prompt: str, outputs: list[Any]) -> Completed:
     return Completed(index, prompt, text, sum(len(output.tokens) for output in outputs), last)
 
 
-def answer_file(engine: Engine, source: str | Path, target: str | Path, params: SamplingParams) -> tuple[int, int]:
+def answer_file(
+    engine: Engine, source: str | Path, target: str | Path, params: SamplingParams, ahead: int = AHEAD
+) -> tuple[int, int]:
     """Write a JSON object a prompt of `source` to `target`: index, prompt, text, tokens, finish. (prompts, tokens made).
 
     Raises DataError for a file that is there already, or cannot be written.
@@ -117,7 +120,7 @@ def answer_file(engine: Engine, source: str | Path, target: str | Path, params: 
     made = tokens = 0
     try:
         with Path(target).open("x", encoding="utf-8") as file:
-            for done in complete(engine, read_prompts(source), params):
+            for done in complete(engine, read_prompts(source), params, ahead):
                 file.write(json.dumps(vars(done), ensure_ascii=False) + "\n")
                 made, tokens = made + 1, tokens + done.tokens
     except FileExistsError:

@@ -2,6 +2,7 @@
 answers; each step it sends what to compute, as numbers over the CPU, and all compute it with their part of model and cache.
 
     tp ranks share every matrix, heads and their part of the cache: their exchanges are those of `parallel.tensor`
+    dp replicas hold the same: they have nothing to do with each other but one size of the cache, and a new request goes to one
     pp stages have layers behind each other: a message is the hidden states [T, D] of the new tokens to the next stage, and of
     the last one the logits to the first rank. As many steps as stages are under way, each with its share of the sequences
 
@@ -34,7 +35,7 @@ from meshwright.serve.sampler import Scores, scores_of
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 
-__all__ = ["ServingGroup", "SharedRunner"]
+__all__ = ["ServingGroup", "SharedRunner", "replica_rows"]
 
 PATIENCE = timedelta(days=365)
 END = [0] * 5
@@ -43,9 +44,11 @@ END = [0] * 5
 
 @dataclass
 class ServingGroup:
-    """Ranks of a mesh with the axes "pp" and "tp". What `split` finds is in the fields after the first two.
+    """Ranks of a mesh with the axes "pp", "dp_replicate" and "tp", outermost first: stages send the least, so they are the
+    farthest from each other. What `split` finds is in the fields after the first three.
 
-    control  all of them over the CPU (gloo), for what is no tensor of the model
+    control   those of this replica over the CPU (gloo), for what is no tensor of the model
+    everyone  those of all replicas, over the CPU; None: there is one
     span     layers [first, stop) that are here
     links    to the neighbouring stages, for hidden states; None where there is one stage
     back     the first and the last stage, for logits
@@ -53,23 +56,39 @@ class ServingGroup:
 
     mesh: DeviceMesh
     control: dist.ProcessGroup
+    everyone: dist.ProcessGroup | None = None
     span: tuple[int, int] | None = None
     links: Links | None = None
     back: dist.ProcessGroup | None = None
 
     @classmethod
-    def join(cls, tp: int, pp: int = 1) -> ServingGroup:
+    def join(cls, tp: int, pp: int = 1, dp: int = 1) -> ServingGroup:
         """All ranks of torch.distributed, which must be as many. Collective. Raises DeviceError."""
         world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != tp * pp:
-            what = f"tp {tp} and pp {pp} are {tp * pp} ranks, and there {'is' if world == 1 else 'are'} {world}"
-            raise DeviceError(findings=[Finding("tp, pp", what, "Start as many processes, or use another layout")])
-        layout = Layout(tp=tp, pp=pp)
+        if world != tp * pp * dp:
+            what = f"tp {tp}, pp {pp} and dp {dp} are {tp * pp * dp} ranks, and there {'is' if world == 1 else 'are'} {world}"
+            raise DeviceError(findings=[Finding("tp, pp, dp", what, "Start as many processes, or use another layout")])
+        layout = Layout(tp=tp, pp=pp, dp_replicate=dp)
         shape, names = tuple(size for _, size in layout.axes), tuple(name for name, _ in layout.axes)
         kind = "cpu" if dist.get_backend() == "gloo" else devices.pick()
         mesh = DeviceMesh(kind, torch.arange(world).view(shape), mesh_dim_names=names)
+        return cls.of(mesh)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> ServingGroup:
+        """Of a mesh over all ranks. Collective."""
         # ranks that follow wait in it for as long as nobody asks; one that dies closes its connections, which all notice
-        return cls(mesh, dist.new_group(backend="gloo", timeout=PATIENCE))
+        everyone = dist.new_group(backend="gloo", timeout=PATIENCE)
+        rows = replica_rows(mesh)
+        if len(rows) == 1:
+            return cls(mesh, everyone)
+        control, _ = dist.new_subgroups_by_enumeration(rows, timeout=PATIENCE, backend="gloo")
+        return cls(mesh, control, everyone)
+
+    @property
+    def alone(self) -> bool:
+        """Whether this rank holds a whole model."""
+        return self.control.size() == 1
 
     @property
     def stages(self) -> int:
@@ -83,6 +102,12 @@ class ServingGroup:
     def leads(self) -> bool:
         return self.stage == 0 and self.mesh.get_local_rank("tp") == 0
 
+    def least(self, number: int) -> int:
+        """The smallest that any rank has. Collective."""
+        least = torch.tensor(number)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.everyone or self.control)
+        return int(least)
+
     def split(self, model: Trunk) -> Trunk:
         """Leaves this rank's part in it. Collective. Raises LayoutError where it does not divide."""
         plan = Plan(layout=Layout(tp=self.mesh["tp"].size(), pp=self.stages), sequence_parallel=False, schedule="gpipe")
@@ -94,17 +119,20 @@ class ServingGroup:
         return model
 
 
+def replica_rows(mesh: DeviceMesh) -> list[list[int]]:
+    """The ranks of each replica, the one that leads it first."""
+    axis = (mesh.mesh_dim_names or ()).index("dp_replicate")
+    return mesh.mesh.movedim(axis, 0).reshape(mesh.mesh.shape[axis], -1).tolist()
+
+
 class SharedRunner:
     """In the place of a runner on every rank of a group: `start` and `finish` on the first, `follow` on the others.
 
-    blocks: what the rank with the least room has. lanes: steps that are under way at the same time.
+    lanes: steps that are under way at the same time.
     """
 
     def __init__(self, runner: Runner, group: ServingGroup):
         self.runner, self.group, self.lanes = runner, group, group.stages
-        least = torch.tensor(runner.blocks)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=group.control)
-        self.blocks = int(least)
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._results: deque[Scores | Packed] = deque()
 

@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import MeshwrightError, UserError
-from meshwright.serve.contract import Busy, Engine, NotReady, Work
+from meshwright.serve.contract import Busy, Engine, NotReady, Work, reason_of
 from meshwright.serve.metrics import Metrics
 
 __all__ = ["Generation", "Service"]
 
 PACE = 0.2
 """Weight of the newest interval in the running mean of the time between two requests' first outputs."""
+
+LOOK_S = 1.0
+"""An engine with nothing to do is looked at so often: a part of it may have ended."""
 
 LONGEST_WAIT = 60
 """Largest Retry-After, seconds: an estimate over a longer time is worth nothing."""
@@ -112,7 +115,7 @@ class Service:
         self._on_failure: Callable[[str], None] = lambda reason: None
         self._live: dict[str, _Live] = {}
         self._waiting = self._waiting_tokens = 0
-        self._pace, self._last_first = 0.0, 0.0
+        self._pace, self._last_first, self._silent = 0.0, 0.0, 0.0
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -158,6 +161,8 @@ class Service:
         since = self._busy_since
         if since is not None and time.monotonic() - since > self.stall_s:
             return f"the engine has not finished a step for {time.monotonic() - since:.0f} s"
+        if self._silent > self.stall_s:
+            return f"a replica has not finished a step for {self._silent:.0f} s"
         return None
 
     def submit(self, works: Sequence[Work]) -> Generation:
@@ -259,6 +264,7 @@ class Service:
                 self._last(live, output.finish)
             live.generation._give(output.id, live.index, output)
         self.metrics.take(stats)
+        self._silent = stats.get("silent_s", 0.0)
         self._note()
 
     def _first(self, live: _Live, now: float) -> None:
@@ -311,19 +317,17 @@ class Service:
             while self._turn():
                 pass
         except BaseException as error:  # whatever it is, requests wait for an answer
-            self._post(self._failed, _reason(error))
-            with contextlib.suppress(Exception):  # what its ranks died of has been told
-                self.engine.close()
-        else:
-            self.engine.close()
+            self._post(self._failed, reason_of(error))
         finally:
             self._busy_since = None
+            with contextlib.suppress(Exception):  # what its ranks died of is told by them
+                self.engine.close()
 
     def _turn(self) -> bool:
         """Carry out what was ordered, then one step. False when it is time to stop."""
         with self._wake:
             while not (self._inbox or self._stopped or self.engine.has_work):
-                self._wake.wait()
+                self._wake.wait(LOOK_S)
             if self._stopped:
                 return False
             orders, self._inbox = self._inbox, []
@@ -348,11 +352,3 @@ class Service:
         if id in self._inside:  # it may have ended before the order came
             self._inside.discard(id)
             self.engine.abort(id)
-
-
-def _reason(error: BaseException) -> str:
-    """One line: what went wrong, and for a failure of ours its type."""
-    text = " ".join(str(error).split())
-    if isinstance(error, MeshwrightError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -17,15 +17,16 @@ from meshwright.cli import main
 from meshwright.config.schema import ModelConfig
 from meshwright.models import build, initialize
 from meshwright.models.files import save_model
-from meshwright.serve.command import load_engine, task_of
 from meshwright.serve.encoder import EncoderEngine
+from meshwright.serve.fleet import Fleet
+from meshwright.serve.loading import load_engine, task_of
 from tests.docs.markdown import ROOT
 from tests.unit.serve_fakes import TEMPLATE, byte_tokenizer
 
 
-def folder(path: Path, task: str = "lm") -> Path:
+def folder(path: Path, task: str = "lm", max_len: int = 64) -> Path:
     arch = "decoder" if task == "lm" else "encoder"
-    shape = {"arch": arch, "layers": 2, "width": 16, "heads": 2, "ffn": 32, "vocab": 262, "max_len": 64}
+    shape = {"arch": arch, "layers": 2, "width": 16, "heads": 2, "ffn": 32, "vocab": 262, "max_len": max_len}
     config = ModelConfig(**shape, classes=2 if task == "classify" else None)  # type: ignore[arg-type]
     model = build(config, task)
     initialize(model, 0, torch.device("cpu"))
@@ -37,11 +38,19 @@ def folder(path: Path, task: str = "lm") -> Path:
 
 
 def test_mistakes_are_told_together_before_anything_is_loaded(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    args = ["serve", str(tmp_path / "none"), "--host", "0.0.0.0", "--dp", "2", "--pp", "2", "--dtype", "fp4"]
+    args = ["serve", str(tmp_path / "none"), "--host", "0.0.0.0", "--dtype", "fp4"]
     assert main(args) == 2
     said = capsys.readouterr().err
-    for part in ("--host: 0.0.0.0 is reached from other machines", "--dp: one server", "--pp: the server", "'fp4' is unknown"):
+    for part in ("--host: 0.0.0.0 is reached from other machines", "neither a run folder", "'fp4' is unknown"):
         assert part in said
+    lm, mlm = str(folder(tmp_path / "lm")), str(folder(tmp_path / "mlm", "mlm"))
+    assert main(["serve", lm, "--device", "cpu", "--tp", "3", "--pp", "3", "--dtype", "fp4"]) == 2
+    said = capsys.readouterr().err
+    for part in ("--tp: 3 ranks, but only 2 query heads", "--pp: 3 stages for 2 layers", "'fp4' is unknown"):
+        assert part in said
+    assert main(["serve", mlm, "--device", "cpu", "--tp", "2", "--blocks", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "--tp: is for decoders" in said and "--blocks: is for decoders" in said
     assert main([*args[:2], "--api-key-file", str(tmp_path / "keys")]) == 2
     assert "keys: cannot be read" in capsys.readouterr().err
     assert main(args[:2]) == 2 and "neither a run folder" in capsys.readouterr().err
@@ -67,7 +76,38 @@ def test_the_head_of_a_model_decides_how_it_is_served(tmp_path: Path):
     assert task_of(tmp_path / "none") == "lm"
 
 
-def serve(model: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
+def test_devices_are_counted_and_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Four accelerators, as this machine would tell them; the tiny model fits each, or by its measure none."""
+    model = str(folder(tmp_path / "model"))
+    room = [2**30]
+    for name, value in (
+        ("pick", lambda wanted=None: "cuda"),
+        ("count", lambda kind: 4),
+        ("memory_total", lambda one: (0, room[0])),
+    ):
+        monkeypatch.setattr(f"meshwright.serve.fleet.devices.{name}", value)
+    serving, findings = Fleet(model, {}).plan()
+    assert serving is not None and (serving.tp, serving.pp, serving.dp, findings) == (1, 1, 4, [])
+    chosen, _ = Fleet(model, {"tp": 2}, devices="1,3").plan()
+    assert chosen is not None and (chosen.tp, chosen.dp) == (2, 1)
+    assert Fleet(model, {}, devices="1,7").plan()[1][0].what == "there is no device 7"
+    room[0] = 2**10
+    assert "does not fit 0.0 GiB a device" in Fleet(model, {}).plan()[1][0].what
+    serving, findings = Fleet(str(folder(tmp_path / "mlm", "mlm")), {"blocks": 3}).plan("lm")
+    assert serving is None and "has the task 'mlm'" in findings[0].what
+
+
+def test_a_dry_run_says_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    model = str(folder(tmp_path / "model"))
+    assert main(["serve", model, "--device", "cpu", "--dry-run"]) == 0
+    assert capsys.readouterr().err == "plan: tp 1 x pp 1 x dp 1: a CPU has one rank where no more are asked for\n"
+    assert main(["serve", model, "--device", "cpu", "--dry-run", "--pp", "2", "--dp", "3"]) == 0
+    assert capsys.readouterr().err == "plan: tp 1 x pp 2 x dp 3: as asked\n"
+    assert main(["serve", model, "--device", "cpu", "--dry-run", "--devices", "0"]) == 2
+    assert "devices here are of type cpu, which have no numbers" in capsys.readouterr().err
+
+
+def serve(model: Path, *options: str, blocks: int | None = 40) -> tuple[subprocess.Popen[str], str]:
     """(the process, its address), once it is ready."""
     command = [
         sys.executable,
@@ -79,8 +119,7 @@ def serve(model: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
         "0",
         "--device",
         "cpu",
-        "--blocks",
-        "40",
+        *([] if blocks is None else ["--blocks", str(blocks)]),
         *options,
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MESHWRIGHT_API_KEY": "s3cret"}
@@ -95,7 +134,11 @@ def serve(model: Path, *options: str) -> tuple[subprocess.Popen[str], str]:
     raise AssertionError("".join(said))
 
 
-@pytest.mark.parametrize("options", [[], pytest.param(["--tp", "2"], marks=pytest.mark.slow)], ids=["one", "two-ranks"])
+@pytest.mark.parametrize(
+    "options",
+    [[], pytest.param(["--tp", "2"], marks=pytest.mark.slow), pytest.param(["--pp", "2"], marks=pytest.mark.slow)],
+    ids=["one", "tensor", "stages"],
+)
 def test_a_model_is_served(tmp_path: Path, options: list[str]):
     process, address = serve(folder(tmp_path / "model"), *options)
     try:

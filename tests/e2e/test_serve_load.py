@@ -11,7 +11,7 @@ import torch
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models import generate
-from meshwright.runtime.trained import load_trained
+from meshwright.runtime.trained import described, load_trained
 from meshwright.serve.engine import LLMEngine
 from meshwright.serve.request import Request
 from meshwright.serve.sampling import SamplingParams
@@ -38,6 +38,7 @@ def test_a_run_and_one_of_its_checkpoints(ranks, tmp_path: Path):
     found = []
     for source in (tmp_path / "run", checkpoints[-1], checkpoints[0]):
         trained = load_trained(source)
+        assert described(source) == (trained.model_config, "lm")
         prompt = list(trained.tokenizer.encode("mesh ring"))
         engine = LLMEngine.load(source, device="cpu", blocks=20)
         assert engine.model_name == source.name and engine.max_len == 64 and engine.ends == {trained.tokenizer.eos}
@@ -71,6 +72,8 @@ def test_what_does_not_answer_is_refused(tmp_path: Path):
     Tokenizer.train([], 262).save(tmp_path / "bert")
     with pytest.raises(CheckpointError, match=r"task 'mlm' and architecture 'encoder', .*Use a language model"):
         LLMEngine.load(tmp_path / "bert", device="cpu")
+    assert described(tmp_path / "bert")[1] == "mlm"
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match=r"neither a run folder .* nor a model folder"):
-        LLMEngine.load(tmp_path / "empty", device="cpu")
+    for call in (lambda path: LLMEngine.load(path, device="cpu"), described):
+        with pytest.raises(CheckpointError, match=r"neither a run folder .* nor a model folder"):
+            call(tmp_path / "empty")

@@ -127,7 +127,7 @@ def refused(folder: str) -> tuple[str, str]:
 
 def test_what_does_not_fit_is_refused(ranks, tmp_path: Path):
     for few, heads in ranks(2).run(refused, str(tmp_path)):
-        assert few.startswith("tp, pp: tp 3 and pp 1 are 3 ranks, and there are 2")
+        assert few.startswith("tp, pp, dp: tp 3, pp 1 and dp 1 are 3 ranks, and there are 2")
         assert "heads" in heads
     with pytest.raises(DeviceError, match="and there is 1"):
         LLMEngine.load(tmp_path, tp=2)

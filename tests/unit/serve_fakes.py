@@ -86,10 +86,13 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self.under)
 
-    def add(self, request: Request) -> None:
-        self.threads.add(threading.get_ident())
+    def check(self, request: Request) -> None:
         if request.params.seed == 13:
             raise UserError(findings=[Finding("seed", "13 brings bad luck")])
+
+    def add(self, request: Request) -> None:
+        self.threads.add(threading.get_ident())
+        self.check(request)
         self.seen.append(request)
         self.under[request.id] = _Under(request)
 

@@ -12,6 +12,8 @@ from meshwright.cli import main
 from meshwright.errors import DataError
 from meshwright.serve import offline
 from meshwright.serve.engine import LLMEngine
+from meshwright.serve.fleet import Fleet
+from meshwright.serve.layout import Serving
 from meshwright.serve.offline import answer_file, complete, read_prompts, streamed
 from meshwright.serve.sampling import SamplingParams
 from tests.unit.serve_fakes import FakeEngine
@@ -73,16 +75,28 @@ def test_ctrl_c_ends_an_answer_and_not_the_engine():
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr(LLMEngine, "load", lambda source: FakeEngine())
+    monkeypatch.setattr(Fleet, "plan", lambda self, task: (Serving(), []))
+    monkeypatch.setattr(Fleet, "load", lambda self, serving: FakeEngine())
     (tmp_path / "in.txt").write_text("one\ntwo\n")
     assert (
         main(["generate", "m", "--prompts", str(tmp_path / "in.txt"), "--output", str(tmp_path / "out"), "--max-tokens", "2"])
         == 0
     )
     assert "2 prompts, 4 tokens in" in capsys.readouterr().err and len((tmp_path / "out").read_text().splitlines()) == 2
+    assert main(["generate", "m", "--prompts", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "out: is there already" in said and "none: there is no such file" in said
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n\n{'x' * 80}\nyou\n"))
     assert main(["generate", "m", "--interactive", "--max-tokens", "3"]) == 0
     told = capsys.readouterr()
     assert told.out.split() == ["abc", "abc"] and "64 tokens" in told.err
-    for wrong in ([], ["--prompt", "a", "--interactive"], ["--prompts", "x"], ["--interactive", "--best"], ["--output", "x"]):
+    for wrong in (
+        [],
+        ["--prompt", "a", "--interactive"],
+        ["--prompts", "x"],
+        ["--interactive", "--best"],
+        ["--output", "x"],
+        ["--prompt", "a", "--dp", "2"],
+    ):
         assert main(["generate", "m", *wrong]) == 2
         assert capsys.readouterr().err.startswith("meshwright generate: ")

@@ -26,7 +26,6 @@ from typing import Any
 import psutil
 
 from meshwright.bench.host.measures import Measure, of_repeats, say
-from meshwright.cli import COMMANDS
 
 __all__ = ["PARTS", "Start", "main", "measures", "start"]
 
@@ -35,6 +34,8 @@ TEXT_BYTES = 1 << 20
 RANK = "meshwright.distributed.worker"
 """The module that every rank begins in."""
 PARTS = ("checks, data, plan", "ranks are started", "imports, meeting, model", "weights, first step")
+NAMES = "from meshwright.cli import COMMANDS; print(*COMMANDS)"
+"""Asked in a process of its own, as everything here: a benchmark is below the commands that it measures."""
 LOOK = """
 import sys
 from meshwright.cli import main
@@ -99,8 +100,9 @@ def measures(ranks: Sequence[int], repeat: int, folder: Path) -> Iterator[Measur
         higher=False,
         target=HELP_TARGET,
     )
-    importing = [name for name in COMMANDS if _imports_torch(name)]
-    note = f"of {len(COMMANDS)}: {', '.join(importing) or 'none'}"
+    commands = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True, check=True).stdout.split()
+    importing = [name for name in commands if _imports_torch(name)]
+    note = f"of {len(commands)}: {', '.join(importing) or 'none'}"
     yield Measure("commands whose --help imports torch", len(importing), "", higher=False, target=0, note=note)
     bare = statistics.median(_seconds("-c", "import torch") for _ in range(repeat))
     yield of_repeats(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["optimizer_kernels", "paged_kernel", "softmax_rows"]
+__all__ = ["fused_kernels", "optimizer_kernels", "paged_kernel", "softmax_rows"]
 
 
 @functools.cache
@@ -45,3 +45,15 @@ def paged_kernel(device: torch.device) -> Callable[..., Any] | None:
     except ImportError:
         return None
     return paged_triton.paged_attention
+
+
+@functools.cache
+def fused_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.fused_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import fused_triton
+    except ImportError:
+        return None
+    return fused_triton

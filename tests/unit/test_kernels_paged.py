@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.kernels.paged_attention import Pages, Singles, gathered_attention, write_pages
+from meshwright.kernels.paged_attention import Singles, gathered_attention
 from meshwright.models.attention import attention
 from tests.unit.paged_cases import CASES, made
 
@@ -43,13 +43,6 @@ def test_lengths_that_only_the_device_knows():
     for window in (None, 5):
         found, expected = (gathered_attention(q, keys, values, p, window=window) for p in (alone, pages))
         assert (found - expected).abs().max() < 1e-14
-
-
-def test_new_tokens_go_to_their_slots():
-    keys, values = torch.zeros(3, 2, 1, 1), torch.zeros(3, 2, 1, 1)
-    pages = Pages(torch.tensor([5, 0]), torch.tensor([[0]]), (1, 1), (1, 1))
-    write_pages(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[4.0]]]), keys, values, pages)
-    assert keys.flatten().tolist() == [2, 0, 0, 0, 0, 1] and values.flatten().tolist() == [4, 0, 0, 0, 0, 3]
 
 
 @functools.cache

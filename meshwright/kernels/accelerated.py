@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["fused_kernels", "optimizer_kernels", "paged_kernel", "softmax_rows"]
+__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernel", "softmax_rows"]
 
 
 @functools.cache
@@ -57,3 +57,15 @@ def fused_kernels(device: torch.device) -> ModuleType | None:
     except ImportError:
         return None
     return fused_triton
+
+
+@functools.cache
+def one_row_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.one_row_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import one_row_triton
+    except ImportError:
+        return None
+    return one_row_triton

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Listed
 
 import torch
-from torch import nn
 
-from meshwright.kernels.fused import Heads, add_norm, gate, turn_and_write
+from meshwright.kernels.fused import Heads, add_norm
+from meshwright.kernels.one_row import gate_linear, heads_linear, linear, vocabulary_linear
 from meshwright.kernels.paged_attention import Pages, Singles, paged_attention
 from meshwright.models.heads import LanguageHead
 from meshwright.models.layers import Layer
@@ -56,25 +56,19 @@ class Forward:
         branch: torch.Tensor | None = None
         for layer, (keys, values) in zip(self._layers, self.cache, strict=True):
             attention = layer.attention
-            if layer.post:
-                y = x
-            else:
-                x, y = add_norm(x, branch, layer.attention_norm)
             heads = Heads(attention.group, attention.q_norm, attention.k_norm, cos, sin)  # type: ignore[arg-type]  # RMS
-            q_THE = turn_and_write(attention.qkv(y)[0], heads, keys, values, pages.slots)
+            before = None if layer.post else layer.attention_norm
+            x, q_THE = heads_linear(x, branch, before, attention.qkv, heads, keys, values, pages.slots)
             attended = paged_attention(q_THE, keys, values, pages, window=attention.window)
-            x, y = add_norm(x, attention.out(attended.flatten(1)[None]), self._after_attention(layer))
+            x, branch = linear(attended.flatten(1)[None], attention.out, x)
             if layer.post:
-                _, x = add_norm(y, self._feed_forward(layer, y), layer.mlp_norm)
-            else:
-                branch = self._feed_forward(layer, y)
+                x, branch = add_norm(x, branch, layer.attention_norm)[1], None
+            x, branch = self._feed_forward(layer, x, branch)
+            if layer.post:
+                x, branch = add_norm(x, branch, layer.mlp_norm)[1], None
         if self.span[1] < len(model.layers):
             return (x if branch is None else x + branch)[0]
-        if model.norm is not None:
-            _, x = add_norm(x, branch, model.norm)
-        elif branch is not None:
-            x = x + branch
-        return self._logits(x, select, out)
+        return self._logits(x, branch, select, out)
 
     def _angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """[T, E/2] both, by position alone: the tokens of a step are no sequence whose length could matter."""
@@ -83,18 +77,26 @@ class Forward:
         cos, sin = self.model.rope(1, positions[None], positions.device, torch.promote_types(dtype, torch.float32))
         return cos.view(positions.shape[0], -1), sin.view(positions.shape[0], -1)
 
-    def _after_attention(self, layer: Layer) -> nn.Module:
-        return layer.attention_norm if layer.post else layer.mlp_norm
-
-    def _feed_forward(self, layer: Layer, y_1TD: torch.Tensor) -> torch.Tensor:
-        mlp = layer.mlp
+    def _feed_forward(
+        self, layer: Layer, x: torch.Tensor, branch: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The residual stream behind the feed-forward layer."""
+        norm, mlp = None if layer.post else layer.mlp_norm, layer.mlp
         if isinstance(mlp, MoE):
-            return mlp(y_1TD, None)[0]
-        return mlp.down(gate(mlp.up(y_1TD), self.model.config.activation, mlp.gate_rows))
+            x, y = (x, x) if norm is None else add_norm(x, branch, norm)
+            return x, mlp(y, None)[0]
+        x, y = gate_linear(x, branch, norm, mlp.up, self.model.config.activation, mlp.gate_rows)
+        return linear(y, mlp.down, x)
 
-    def _logits(self, x_1TD: torch.Tensor, select: torch.Tensor | None, out: torch.Tensor | None) -> torch.Tensor:
-        head = self.model.head
-        if out is not None and select is None and type(head) is LanguageHead and head.transform is None and head.bias is None:
-            return torch.mm(x_1TD[0], head.weight.t(), out=out)
-        logits = head(x_1TD, None if select is None else select[None])[0]
+    def _logits(
+        self, x: torch.Tensor, branch: torch.Tensor | None, select: torch.Tensor | None, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        norm, head = self.model.norm, self.model.head
+        if select is None and type(head) is LanguageHead and head.transform is None:
+            return vocabulary_linear(x, branch, norm, head.weight, head.bias, out)[0]
+        if norm is not None:
+            x = add_norm(x, branch, norm)[1]
+        elif branch is not None:
+            x = x + branch
+        logits = head(x, None if select is None else select[None])[0]
         return logits if out is None else out.copy_(logits)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernel", "softmax_rows"]
+__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernels", "softmax_rows"]
 
 
 @functools.cache
@@ -36,15 +36,15 @@ def optimizer_kernels(device: torch.device) -> ModuleType | None:
 
 
 @functools.cache
-def paged_kernel(device: torch.device) -> Callable[..., Any] | None:
-    """`paged_attention` of `kernels.paged_triton` for tensors on `device`, or None."""
+def paged_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.paged_triton`, for tensors on `device`, or None."""
     if device.type == "cpu":
         return None
     try:
         from meshwright.kernels import paged_triton
     except ImportError:
         return None
-    return paged_triton.paged_attention
+    return paged_triton
 
 
 @functools.cache

@@ -7,6 +7,7 @@ tokens, F width of a feed-forward layer, R rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,12 @@ __all__ = [
     "turn_and_write",
 ]
 
-GATES = {"swiglu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "relu": F.relu}
+GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+}
 """By the names of `models.activations`."""
 
 

@@ -58,7 +58,7 @@ def _turn_and_write(
     turned: tl.constexpr,
     wide: tl.constexpr,
 ):
-    """One token, and one key/value head with its queries: lane G is the key, G + 1 the value. A head lies here in two halves."""
+    """One token, and one key/value head with its queries: lane G is the key, G + 1 the value. A head is in two halves."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     half: tl.constexpr = (features + 1) // 2

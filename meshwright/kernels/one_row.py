@@ -29,9 +29,7 @@ def _kernels(x: torch.Tensor, module: nn.Module) -> ModuleType | None:
     return one_row_kernels(x.device) if x.numel() == x.shape[-1] and type(module) is nn.Linear else None
 
 
-def _before(
-    x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _before(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The residual stream with what is new in it, and what the next matrix sees."""
     if norm is not None:
         return add_norm(x, branch, norm)

@@ -66,8 +66,9 @@ def _row(
     rows: tl.constexpr,
     block: tl.constexpr,
 ):
-    """count: rows of the matrix, or pairs of them. extent: the width again, for a loop that is not to be unrolled. distance: from a row to the one that belongs to it, in runs of as many; 0:
-    none does. kind: of `activated`, or -1. features: not 0 where the result are heads, of which lane `group` is the key."""
+    """count: rows of the matrix, or pairs of them. extent: the width again, for a loop that is not to be unrolled. distance:
+    from a row to the one that belongs to it, in runs of as many; 0: none does. kind: of `activated`, or -1. features: not 0
+    where the result are heads, of which lane `group` is the key."""
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     own = tl.program_id(0) * rows + tl.arange(0, rows)
     mine = own < count
@@ -211,7 +212,7 @@ def heads_linear(
     values: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """`kernels.fused.turn_and_write` of weight times the norm of x, without norms of heads, whose features are an even number."""
+    """`kernels.fused.turn_and_write` of weight times the norm of x; heads have no norms and an even number of features."""
     kv_heads, features = keys.shape[2:]
     q = torch.empty(1, kv_heads * heads.group, features, dtype=x.dtype, device=x.device)
     return _launch(x, norm, weight, bias, q, distance=features // 2, heads=heads, pages=(keys, values, slots))

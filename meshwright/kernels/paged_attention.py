@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels.accelerated import paged_kernel
+from meshwright.kernels.accelerated import paged_kernels
 
 __all__ = ["QUERIES", "Pages", "Rows", "Singles", "gathered_attention", "paged_attention", "row_numbers"]
 
@@ -141,8 +141,8 @@ def paged_attention(
     keys, values  [P, N, K, E]; those of the new tokens are in them already
     window        keys a query sees, itself included. scale: default 1/sqrt(E)
     """
-    kernel = paged_kernel(q_THE.device)
-    attend = gathered_attention if kernel is None else kernel
+    kernels = paged_kernels(q_THE.device)
+    attend = gathered_attention if kernels is None else kernels.paged_attention
     return attend(q_THE, keys, values, pages, window=window, scale=scale)
 
 

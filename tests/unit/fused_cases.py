@@ -63,9 +63,7 @@ def turned(kernels: Any, dtype: torch.dtype, device: Any, *, group: int, feature
         norms[1].weight.mul_(-2.0)
     angles = drawn(2, tokens, features // 2, dtype=wide, device=device, seed=2) if how.get("turned", True) else (None, None)
     heads = Heads(group, *norms, *angles)
-    exact = Heads(
-        group, *(n and doubled(n) for n in norms), *(None if a is None else a.double() for a in angles)
-    )
+    exact = Heads(group, *(n and doubled(n) for n in norms), *(None if a is None else a.double() for a in angles))
     pools = [drawn(4, 3, kv_heads, features, dtype=dtype, device=device, seed=n) for n in (3, 4)]
     expected = [pool.double().clone() for pool in pools]
     q = kernels.turn_and_write(qkv, heads, *pools, slots)

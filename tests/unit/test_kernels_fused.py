@@ -1,4 +1,4 @@
-"""Kernels of serving against their plain versions, in Triton's interpreter. That the plain versions are what the model computes:
+"""Kernels of serving against their plain versions, in Triton's interpreter. That those are what the model computes is tested in
 `test_serve_layers`."""
 
 from __future__ import annotations

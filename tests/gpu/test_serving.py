@@ -10,7 +10,6 @@ import torch
 
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed import device as devices
-from meshwright.kernels import fused_triton, one_row_triton
 from meshwright.kernels.paged_attention import Pages, Singles, gathered_attention, paged_attention
 from meshwright.models import build, generate, initialize
 from meshwright.models.trunk import Trunk
@@ -117,6 +116,8 @@ last bits of fp32."""
 @pytest.mark.parametrize("many", [32, 8192])
 def test_what_lies_between_matrices_is_the_plain_version(many: int, monkeypatch: pytest.MonkeyPatch):
     """With the sizes for many rows of a matrix, and for few."""
+    from meshwright.kernels import fused_triton, one_row_triton
+
     monkeypatch.setattr(one_row_triton, "MANY", many)
     device = torch.device(devices.pick())
     found = fused_cases.cases(fused_triton, device, tuple(LIMIT)) | one_row_cases.cases(device, tuple(LIMIT))
@@ -127,7 +128,7 @@ def test_what_lies_between_matrices_is_the_plain_version(many: int, monkeypatch:
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("values", [{}, {"qk_norm": True}, {"qkv_bias": True, "sliding_window": 100}], ids=["", "norm", "bias"])
 def test_the_forward_of_serving_is_the_models(group: int, values: dict[str, object]):
-    """In fp32, without the products of half precision that the device may use: greedy tokens alone are those of the model."""
+    """Greedy tokens of a sequence alone, in fp32, whose rounding is far below the distance of two logits."""
     model = made(64, group, **values).float()
     prompt = list(range(5, 42))
     expected = generate(model, prompt, max_tokens=12)

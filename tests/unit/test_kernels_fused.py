@@ -51,30 +51,32 @@ def of(module: str, kind: str) -> dict[str, float | bool]:
 
 
 def test_heads_are_turned_and_written():
-    """Mutations tried, each red: the key is not turned; the value is turned; the norm of queries for keys; features in pairs of
-    neighbours; the page of another slot; the second half of an odd head one feature early."""
+    """Mutations tried, each red: the key is not turned; the value is turned; the norm of queries for keys; the slot, or the sine,
+    of the first token for all."""
     assert near(of("fused_cases", "turn"))
 
 
 def test_norms_of_sums():
-    """Mutations tried, each red: eps outside of the root; padding counted in a variance; the mean kept; no bias."""
+    # Mutations tried, each red: eps outside of the root; padding counted in a variance; no bias.
     assert near(of("fused_cases", "norm"))
 
 
 def test_gates():
-    # Mutations tried, each red: gate and value exchanged; gelu by its approximation; runs of one feature.
+    # Mutations tried, each red: the gate as value; the value activated; 0.70 for the root of a half in gelu; runs of one feature.
     assert near(of("fused_cases", "gate"))
 
 
 def test_largest_logits():
-    """Mutations tried, each red: the last of equals; NaN passed over; a row of -inf taken as fine; the second part first."""
+    """Mutations tried, each red: the last of equals of a thread, or of the parts; NaN passed over; a row of -inf taken as
+    fine."""
     found = of("fused_cases", "best")
     assert len(found) == len(fused_cases.ROWS) * len(fused_cases.DTYPES) and all(value is True for value in found.values())
 
 
 @pytest.mark.parametrize("kind", ["add", "vocabulary", "gate", "gelu", "heads"])
 def test_one_row_through_a_matrix(kind: str):
-    """Mutations tried, each red: a column beyond the end counted; the bias of the first row for both; the scale before the
-    bias forgotten for the second row; keys where values belong; cosine of the token before; no residual."""
+    """Mutations tried, each red: a column beyond the end counted; one square too few; the bias of the first row for both; the
+    second row not scaled; half of a key where a value belongs, or not turned; cosine of another feature; no residual; the
+    residual stream as its own branch."""
     found = of("one_row_cases", kind)
     assert near(found) and len(found) >= len(one_row_cases.WIDTHS) * len(fused_cases.DTYPES)

@@ -48,8 +48,9 @@ def model_of(family: str) -> Trunk:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family(family: str):
-    """A prompt in two parts, and tokens one by one. Mutations tried, each red: a branch is added twice; the norm of the layer
-    before; keys are written before their rotation; the final norm left out; no norm of queries; `select` ignored."""
+    """A prompt in two parts, and tokens one by one. Mutations tried, each red: a branch is kept behind a norm that added it; the
+    norm of the first layer for all; keys are written before their rotation; no final norm; no norms of heads; no window;
+    `select` ignored."""
     model = model_of(family)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 61, LENGTH))
     positions = torch.arange(LENGTH)
@@ -69,8 +70,21 @@ def test_logits_of_every_family(family: str):
         assert (torch.cat(found) - expected).abs().max() < 1e-13
 
 
+def test_without_a_final_norm():
+    # Mutation tried: what the last layer adds is left out: red.
+    model, tokens, positions = model_of("llama"), torch.arange(9), torch.arange(9)
+    model.norm = None
+    with torch.inference_mode():
+        expected = model(tokens[None], positions=positions[None])[0]
+        forward = forward_of(model, (0, 2))
+        found = forward(tokens, positions, pages_of(0, 9))
+        some = forward(tokens, positions, pages_of(0, 9), select=torch.tensor([4]))
+    assert (found - expected).abs().max() < 1e-13 and (some - expected[4]).abs().max() < 1e-13
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral", "post-norm"])
 def test_some_layers(family: str):
+    # Mutation tried: a span that ends early forgets what its last layer adds: red.
     model = model_of(family)
     tokens, positions = torch.arange(9), torch.arange(9)
     with torch.inference_mode():

@@ -51,8 +51,8 @@ def of(module: str, kind: str) -> dict[str, float | bool]:
 
 
 def test_heads_are_turned_and_written():
-    """Mutations tried, each red: the key is not turned; the value is turned; the norm of queries for keys; the slot, or the sine,
-    of the first token for all."""
+    """Mutations tried, each red: the key is not turned; the value is turned; the norm of queries for keys; the slot, or the
+    sine, of the first token for all."""
     assert near(of("fused_cases", "turn"))
 
 
@@ -62,7 +62,7 @@ def test_norms_of_sums():
 
 
 def test_gates():
-    # Mutations tried, each red: the gate as value; the value activated; 0.70 for the root of a half in gelu; runs of one feature.
+    # Mutations tried, each red: the gate as value; the value activated; 0.70 in gelu for the root of a half; runs of one.
     assert near(of("fused_cases", "gate"))
 
 

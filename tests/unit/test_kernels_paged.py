@@ -83,8 +83,8 @@ def test_a_sequence_gets_the_same_bits_alone():
 @pytest.mark.slow
 @needs_triton
 def test_what_is_launched_does_not_depend_on_lengths():
-    """Mutations tried, each red: the keys of a program by the width of the tables; spans weighed alike, in sum or in values; the
-    programs of a sequence do not set their count back."""
+    """Mutations tried, each red: the keys of a program by the width of the tables; spans weighed alike, in sum or in values;
+    the programs of a sequence do not set their count back."""
     assert interpreted()["sizes_on_the_device"] is True
 
 

@@ -48,8 +48,8 @@ def model_of(family: str) -> Trunk:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_every_family(family: str):
-    """A prompt in two parts, and tokens one by one. Mutations tried, each red: a branch is kept behind a norm that added it; the
-    norm of the first layer for all; keys are written before their rotation; no final norm; no norms of heads; no window;
+    """A prompt in two parts, and tokens one by one. Mutations tried, each red: a branch is kept behind a norm that added it;
+    the norm of the first layer for all; keys are written before their rotation; no final norm; no norms of heads; no window;
     `select` ignored."""
     model = model_of(family)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 61, LENGTH))

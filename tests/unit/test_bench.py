@@ -385,7 +385,7 @@ def test_serving_counts_every_token(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_kernels_of_a_step_are_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from meshwright.bench import kernels
 
-    monkeypatch.setattr("sys.argv", "kernels llama-1b --smoke --rows 1 3 --context 40".split())
+    monkeypatch.setattr("sys.argv", ["kernels", "llama-1b", "--smoke", "--rows", "1", "3", "--context", "40"])
     kernels.main()
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [record["what"] for record in found].count("decode") == 2

@@ -134,9 +134,11 @@ def limit(engine: LLMEngine, device: torch.device, sequences: int, context: floa
 
 
 def traced(engine: LLMEngine, device: torch.device, prompts: list[tuple[int, ...]], file: str, steps: int = 5) -> None:
-    """Starts all prompts, and traces some steps once each has its first token. To stderr: microseconds of one step by kernel,
-    with how often it ran, and how long the step was."""
-    params = SamplingParams(temperature=0.0, max_tokens=4 * steps, ignore_eos=True)
+    """Starts all prompts, and traces some steps once each has its first token and while none has ended. To stderr:
+    microseconds of one step by kernel, with how often it ran, and how long the step was."""
+    started = sum(map(len, prompts)) // engine.scheduler.token_budget + len(prompts)  # at most, with the last one's first token
+    room = engine.max_len - max(map(len, prompts))
+    params = SamplingParams(temperature=0.0, max_tokens=min(room, started + 4 * steps), ignore_eos=True)
     for number, tokens in enumerate(prompts):
         engine.add(Request(str(number), tokens, params))
     waiting = {str(number) for number in range(len(prompts))}

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["optimizer_kernels", "paged_kernel", "softmax_rows"]
+__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernels", "softmax_rows"]
 
 
 @functools.cache
@@ -36,12 +36,36 @@ def optimizer_kernels(device: torch.device) -> ModuleType | None:
 
 
 @functools.cache
-def paged_kernel(device: torch.device) -> Callable[..., Any] | None:
-    """`paged_attention` of `kernels.paged_triton` for tensors on `device`, or None."""
+def paged_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.paged_triton`, for tensors on `device`, or None."""
     if device.type == "cpu":
         return None
     try:
         from meshwright.kernels import paged_triton
     except ImportError:
         return None
-    return paged_triton.paged_attention
+    return paged_triton
+
+
+@functools.cache
+def fused_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.fused_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import fused_triton
+    except ImportError:
+        return None
+    return fused_triton
+
+
+@functools.cache
+def one_row_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.one_row_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import one_row_triton
+    except ImportError:
+        return None
+    return one_row_triton

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from meshwright.kernels.accelerated import paged_kernel
+from meshwright.kernels.accelerated import paged_kernels
 
-__all__ = ["QUERIES", "Pages", "Rows", "Singles", "gathered_attention", "paged_attention", "row_numbers", "write_pages"]
+__all__ = ["QUERIES", "Pages", "Rows", "Singles", "gathered_attention", "paged_attention", "row_numbers"]
 
 QUERIES = 16
 """Queries of a sequence with more than one new token that a program of the kernel has."""
@@ -56,6 +56,20 @@ def row_numbers(counts: Sequence[int], lengths: Sequence[int]) -> tuple[np.ndarr
     )
 
 
+class Marks:
+    """How many programs of a kernel are through with a sequence and a key/value head: zeros before and after each call, so one
+    tensor serves all layers of a step."""
+
+    def __init__(self) -> None:
+        self._zeros: torch.Tensor | None = None
+
+    def of(self, rows: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+        """int32 [rows * kv_heads]."""
+        if self._zeros is None or self._zeros.shape[0] < rows * kv_heads:
+            self._zeros = torch.zeros(rows * kv_heads, dtype=torch.int32, device=device)
+        return self._zeros
+
+
 @dataclass(frozen=True)
 class Pages:
     """Which tokens are new in a step, and where those before them lie. The new ones of a sequence are its last ones.
@@ -65,6 +79,7 @@ class Pages:
     counts   new tokens of each sequence, in the order of the T tokens. On the host: shapes depend on them
     lengths  tokens of each sequence, the new ones included. On the host
     rows     of `row_numbers`, on the device, for all layers of a step; None: sent when a kernel asks for them
+    marks    of a kernel
     """
 
     slots: torch.Tensor
@@ -72,6 +87,7 @@ class Pages:
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
     rows: Rows | None = None
+    marks: Marks = field(default_factory=Marks)
 
     @cached_property
     def starts(self) -> list[int]:
@@ -108,20 +124,7 @@ class Singles:
     slots: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
-
-    @cached_property
-    def on_device(self) -> Rows:
-        each = torch.arange(self.lengths.shape[0], dtype=torch.int32, device=self.lengths.device)
-        single = torch.stack((each, torch.zeros_like(each)), 1)
-        return Rows(each, torch.ones_like(each), self.lengths, single, each, single[:0])
-
-
-def write_pages(
-    k_TKE: torch.Tensor, v_TKE: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: Pages | Singles
-) -> None:
-    """Keys and values of the new tokens into the pages, [P, N, K, E] each, in place."""
-    keys.flatten(0, 1).index_copy_(0, pages.slots, k_TKE)
-    values.flatten(0, 1).index_copy_(0, pages.slots, v_TKE)
+    marks: Marks = field(default_factory=Marks)
 
 
 def paged_attention(
@@ -138,8 +141,8 @@ def paged_attention(
     keys, values  [P, N, K, E]; those of the new tokens are in them already
     window        keys a query sees, itself included. scale: default 1/sqrt(E)
     """
-    kernel = paged_kernel(q_THE.device)
-    attend = gathered_attention if kernel is None else kernel
+    kernels = paged_kernels(q_THE.device)
+    attend = gathered_attention if kernels is None else kernels.paged_attention
     return attend(q_THE, keys, values, pages, window=window, scale=scale)
 
 

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from meshwright.distributed import device as devices
+from meshwright.kernels.fused import best
 from meshwright.kernels.paged_attention import Singles
 from meshwright.serve.packed import Packed
-from meshwright.serve.sampler import Scores, scores_of
+from meshwright.serve.sampler import Scores
 
 __all__ = ["Decoding", "padded_length", "padded_rows"]
 
@@ -44,7 +45,7 @@ def padded_length(length: int) -> int:
 class Decoding:
     """Runs steps that are `Packed.single`, of up to `rows` sequences of up to `max_len` tokens.
 
-    forward(tokens, positions, pages)  logits [N, V] of one new token each, int64 [N] both
+    forward(tokens, positions, pages, out=)  writes logits [N, V] of one new token each, int64 [N] both
     scratch   page that belongs to nobody
     latest    int64 [padded rows]: what the step before chose, for those whose token the host does not know yet; a step leaves
               its own there
@@ -53,7 +54,7 @@ class Decoding:
 
     def __init__(
         self,
-        forward: Callable[[torch.Tensor, torch.Tensor, Singles], torch.Tensor],
+        forward: Callable[..., torch.Tensor],
         latest: torch.Tensor,
         *,
         rows: int,
@@ -107,8 +108,7 @@ class Decoding:
         lengths = self._inputs[4 * padded : 5 * padded]
         tables = self._inputs[FIELDS * padded : padded * (FIELDS + width)].view(padded, width)
         tokens = torch.where(feeds < 0, tokens, self.latest[feeds.clamp(min=0)])
-        logits = self.forward(tokens, positions, Singles(slots, tables, lengths))
-        scores = scores_of(logits)
-        self._logits[:padded].copy_(logits)
-        self._best[:, :padded].copy_(scores.best)
-        self.latest[:padded].copy_(scores.best[0])
+        logits, chosen = self._logits[:padded], self._best[:, :padded]
+        self.forward(tokens, positions, Singles(slots, tables, lengths), out=logits)
+        best(logits, chosen)
+        self.latest[:padded].copy_(chosen[0])

@@ -1,7 +1,6 @@
 """One step on a device: the new tokens of many sequences through the model in one row, with keys and values in pages.
 
-The model is that of training. Here it gets tokens [1, T] of all sequences behind each other with the position of each, and in
-every layer an attention that looks into the pages; all else in it treats tokens one by one.
+The parameters are those of the model of training; `serve.layers` computes its forward with them.
 
 Shapes: T new tokens, D width, H query heads, K key/value heads, E features of a head, V vocabulary.
 """
@@ -9,7 +8,6 @@ Shapes: T new tokens, D width, H query heads, K key/value heads, E features of a
 from __future__ import annotations
 
 from collections.abc import Sequence as Listed
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +15,12 @@ import torch
 from meshwright.distributed import device as devices
 from meshwright.errors import DeviceError, Finding
 from meshwright.kernels.grouped_linear import stays_on_device
-from meshwright.kernels.paged_attention import Pages, Rows, Singles, paged_attention, row_numbers, write_pages
+from meshwright.kernels.paged_attention import Pages, Rows, row_numbers
 from meshwright.models.layers import Attention, Layer
 from meshwright.models.moe import MoE
-from meshwright.models.rope import RopeTable
-from meshwright.models.trunk import Hidden, Trunk
+from meshwright.models.trunk import Trunk
 from meshwright.serve.graphs import Decoding, padded_rows
+from meshwright.serve.layers import Forward
 from meshwright.serve.packed import Packed
 from meshwright.serve.sampler import Scores, scores_of
 
@@ -35,8 +33,7 @@ ALIGNED = 4
 
 
 class Runner:
-    """A decoder, or some layers of one, with a cache of `blocks` blocks. It takes the model over: its attention then needs the
-    pages.
+    """A decoder, or some layers of one, with a cache of `blocks` blocks. It takes the model over: experts then have no limit.
 
     span: layers [first, stop) that are here; the embedding is before the first of all, the head after the last
     blocks: None sizes the cache, on an accelerator from what a full step leaves free. token_budget: of such a step.
@@ -65,17 +62,11 @@ class Runner:
         self.block_size, self.max_len = block_size, longest(model)
         weight = next(model.parameters())
         self.device, self.dtype = weight.device, weight.dtype
-        self._pages: Pages | Singles | None = None
-        attentions = [layer.attention for layer in model.layers if isinstance(layer, Layer)]
-        self._shapes = [_kv_shape(attention) for attention in attentions]
-        self._cache: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for index, attention in enumerate(attentions):
-            attention.attend = _PagedAttention(self, index)
+        self._shapes = [_kv_shape(layer.attention) for layer in model.layers if isinstance(layer, Layer)]
+        self._forward = Forward(model, self.span)
         for layer in model.layers:
             if isinstance(layer, Layer) and isinstance(layer.mlp, MoE):
                 layer.mlp.router.capacity = None  # a limit by row would let an answer depend on its batch mates
-        if model.rope is not None:
-            model.rope = _Rope(model.rope)  # type: ignore[assignment]
         self._latest = torch.zeros(padded_rows(sequences), dtype=torch.int64, device=self.device)
         self._decoding: Decoding | None = None
         self.blocks = self._size(token_budget, sequences) if blocks is None else blocks
@@ -108,7 +99,7 @@ class Runner:
         tokens, feeds, positions, select, pages = self._sent(packed)
         if packed.feeds.max() >= 0:
             tokens = torch.where(feeds < 0, tokens, self._latest[feeds.clamp(min=0)])
-        output = self._forward(tokens, positions, pages, select[None], hidden)
+        output = self._forward(tokens, positions, pages, select=select, hidden=hidden)
         if self.span[1] < len(self.model.layers):
             return output
         scores = scores_of(output[: len(packed.select)])
@@ -133,25 +124,6 @@ class Runner:
         pages = Pages(found[3], found[11], tuple(counts), tuple(lengths), Rows(*found[5:11]))
         return found[0], found[1], found[2], found[4], pages
 
-    def _forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        pages: Pages | Singles,
-        select: torch.Tensor | None = None,
-        hidden: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        self._pages = pages
-        output = self.model(
-            tokens[None],
-            positions=positions[None],
-            select=select,
-            hidden=None if hidden is None else hidden[None],
-            span=self.span,
-        )
-        self._pages = None
-        return (output.x_BSD if isinstance(output, Hidden) else output)[0]
-
     def _decode(self, sequences: int, recorded: bool) -> Decoding:
         return Decoding(
             self._forward,
@@ -165,17 +137,9 @@ class Runner:
             recorded=recorded,
         )
 
-    def attend(
-        self, index: int, q_THE: torch.Tensor, k_TKE: torch.Tensor, v_TKE: torch.Tensor, window: int | None
-    ) -> torch.Tensor:
-        assert self._pages is not None
-        keys, values = self._cache[index]
-        write_pages(k_TKE, v_TKE, keys, values, self._pages)
-        return paged_attention(q_THE, keys, values, self._pages, window=window)
-
     def _allocate(self, blocks: int) -> None:
         """Pages for so many blocks, and one that belongs to nobody."""
-        self._cache = [
+        self._forward.cache = [
             tuple(torch.zeros(blocks + 1, self.block_size, *shape, dtype=self.dtype, device=self.device) for _ in range(2))  # type: ignore[misc]
             for shape in self._shapes
         ]
@@ -199,7 +163,7 @@ class Runner:
         table = np.arange(-(-tokens // self.block_size))[None]
         hidden = torch.zeros(tokens, self.model.config.width, dtype=self.dtype, device=self.device) if self.span[0] else None
         self.run(Packed.of(fields, np.full((2, 1), tokens), each[-1:], table), hidden)
-        self._cache = []
+        self._forward.cache = []
         devices.synchronize(self.device)
 
 
@@ -245,27 +209,3 @@ def _stays_on_device(model: Trunk) -> bool:
     """Whether nothing in a forward waits for the device."""
     experts = [layer.mlp.experts for layer in model.layers if isinstance(layer, Layer) and isinstance(layer.mlp, MoE)]
     return all(stays_on_device(matrix) for one in experts for matrix in (one.up, one.down))
-
-
-class _PagedAttention:
-    """In the place of `models.attention` in one layer."""
-
-    def __init__(self, runner: Runner, index: int):
-        self.runner, self.index = runner, index
-
-    def __call__(
-        self, q_1THE: torch.Tensor, k_1TKE: torch.Tensor, v_1TKE: torch.Tensor, *, window: int | None, **_: Any
-    ) -> torch.Tensor:
-        return self.runner.attend(self.index, q_1THE[0], k_1TKE[0], v_1TKE[0], window)[None]
-
-
-class _Rope:
-    """Angles by position alone: the tokens of a step are no sequence whose length could matter."""
-
-    def __init__(self, whole: RopeTable):
-        self.whole = whole
-
-    def __call__(
-        self, length: int, positions_1T: torch.Tensor | None, device: torch.device, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.whole(1, positions_1T, device, dtype)

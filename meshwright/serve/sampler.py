@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from meshwright.distributed import device as devices
+from meshwright.kernels.fused import best
 from meshwright.serve.request import Logprob
 from meshwright.serve.sampling import SamplingParams
 
@@ -45,8 +46,7 @@ class Scores(NamedTuple):
 
 
 def scores_of(logits: torch.Tensor) -> Scores:
-    values, tokens = logits.max(1)
-    return Scores(logits, torch.stack((tokens, values.isfinite().logical_not().long())))
+    return Scores(logits, best(logits))
 
 
 @dataclass(frozen=True)

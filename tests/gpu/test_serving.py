@@ -11,11 +11,12 @@ import torch
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed import device as devices
 from meshwright.kernels.paged_attention import Pages, Singles, gathered_attention, paged_attention
-from meshwright.models import build, initialize
+from meshwright.models import build, generate, initialize
 from meshwright.models.trunk import Trunk
 from meshwright.serve.engine import LLMEngine
 from meshwright.serve.request import Request
 from meshwright.serve.sampling import SamplingParams
+from tests.unit import fused_cases, one_row_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 if not torch.accelerator.is_available() or not devices.records(torch.device(devices.pick())):
@@ -105,3 +106,49 @@ def test_recorded_steps_ahead_give_the_tokens_of_plain_steps():
     """In fp32, where what is computed beside a row changes a logit by 1e-6: no padding, no recording, nothing ahead."""
     model = made(64, 4).float()
     assert answers(model, 20) == answers(model, 20, graphs=False, ahead=False)
+
+
+LIMIT = {"fp32": 4e-6, "bf16": 2.0**-6}
+"""Relative to numbers above 1: up to four roundings of 2**-9 one after the other. torch's and Triton's functions differ by some
+last bits of fp32."""
+
+
+@pytest.mark.parametrize("many", [32, 8192])
+def test_what_lies_between_matrices_is_the_plain_version(many: int, monkeypatch: pytest.MonkeyPatch):
+    """With the sizes for many rows of a matrix, and for few."""
+    from meshwright.kernels import fused_triton, one_row_triton
+
+    monkeypatch.setattr(one_row_triton, "MANY", many)
+    device = torch.device(devices.pick())
+    found = fused_cases.cases(fused_triton, device, tuple(LIMIT)) | one_row_cases.cases(device, tuple(LIMIT))
+    wrong = {name: value for name, value in found.items() if value is not True and not value < LIMIT[name.rsplit(" ", 1)[1]]}
+    assert len(found) > 60 and not wrong
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("values", [{}, {"qk_norm": True}, {"qkv_bias": True, "sliding_window": 100}], ids=["", "norm", "bias"])
+def test_the_forward_of_serving_is_the_models(group: int, values: dict[str, object]):
+    """Greedy tokens of a sequence alone, in fp32, whose rounding is far below the distance of two logits."""
+    model = made(64, group, **values).float()
+    prompt = list(range(5, 42))
+    expected = generate(model, prompt, max_tokens=12)
+    engine = LLMEngine(copy.deepcopy(model), blocks=40)
+    engine.add(Request("a", tuple(prompt), SamplingParams(temperature=0.0, max_tokens=12)))
+    found: list[int] = []
+    while engine.has_work:
+        found += [token for output in engine.step() for token in output.tokens]
+    assert found == expected
+
+
+def test_marks_are_left_as_they_were_found():
+    """The programs of a sequence count themselves: replayed over the same memory, a hundred times."""
+    device = torch.device(devices.pick())
+    torch.manual_seed(0)
+    keys, values = (torch.randn(700, 16, 2, 128, dtype=torch.bfloat16, device=device) for _ in "kv")
+    q = torch.randn(64, 8, 128, dtype=torch.bfloat16, device=device)
+    tables = torch.randint(0, 700, (64, 160), dtype=torch.int32, device=device)
+    lengths = torch.randint(1, 2560, (64,), dtype=torch.int32, device=device)
+    pages = Singles(torch.zeros(64, dtype=torch.int64, device=device), tables, lengths)
+    first = paged_attention(q, keys, values, pages)
+    assert all(torch.equal(paged_attention(q, keys, values, pages), first) for _ in range(100))
+    assert not pages.marks.of(64, 2, device).any()

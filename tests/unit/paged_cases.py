@@ -87,17 +87,18 @@ def sizes_on_the_device() -> bool:
     tables than any sequence needs, hence programs that have nothing to do, and with one that must have more keys each."""
     from meshwright.kernels.paged_triton import paged_attention
 
-    case = Case((1,) * 5, (1, 256, 257, 700, 9000), dtype=torch.float32, page=16, heads=2)
+    case = Case((1,) * 5, (1, 512, 513, 700, 17000), dtype=torch.float32, page=16, heads=2)
     q, keys, values, pages = made(case)
     known = paged_attention(q, keys, values, pages)
     same = float((known - gathered_attention(q, keys, values, pages)).abs().max()) < 1e-5
-    for rows, width in ((5, 563), (4, 200), (3, 17), (1, 1)):
+    for rows, width in ((5, 1063), (4, 200), (3, 40), (1, 1)):
         tables = torch.zeros(rows, width, dtype=torch.int32)
         have = min(width, pages.tables.shape[1])
         tables[:, :have] = pages.tables[:rows, :have]
         lengths = torch.tensor(case.lengths[:rows], dtype=torch.int32)
-        found = paged_attention(q[:rows], keys, values, Singles(pages.slots[:rows], tables, lengths))
-        same = same and torch.equal(found, known[:rows])
+        alone = Singles(pages.slots[:rows], tables, lengths)
+        for _ in range(2):  # what programs count with is as it was
+            same = same and torch.equal(paged_attention(q[:rows], keys, values, alone), known[:rows])
     return same
 
 

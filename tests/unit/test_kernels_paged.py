@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshwright.kernels.paged_attention import Pages, Singles, gathered_attention, write_pages
+from meshwright.kernels.paged_attention import Singles, gathered_attention
 from meshwright.models.attention import attention
 from tests.unit.paged_cases import CASES, made
 
@@ -45,13 +45,6 @@ def test_lengths_that_only_the_device_knows():
         assert (found - expected).abs().max() < 1e-14
 
 
-def test_new_tokens_go_to_their_slots():
-    keys, values = torch.zeros(3, 2, 1, 1), torch.zeros(3, 2, 1, 1)
-    pages = Pages(torch.tensor([5, 0]), torch.tensor([[0]]), (1, 1), (1, 1))
-    write_pages(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[[3.0]], [[4.0]]]), keys, values, pages)
-    assert keys.flatten().tolist() == [2, 0, 0, 0, 0, 1] and values.flatten().tolist() == [4, 0, 0, 0, 0, 3]
-
-
 @functools.cache
 def interpreted() -> dict[str, float | bool]:
     """All cases in one process of Triton's interpreter, which must be chosen before Triton is imported. bf16 is not among them:
@@ -68,30 +61,34 @@ def interpreted() -> dict[str, float | bool]:
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
 
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which comes with torch for CUDA")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which the extra `kernels` brings")
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_computes_what_the_plain_version_does(name: str):
-    """Mutations tried, each red: a query sees one key more; the window one wider; spans are not weighed by their largest score;
-    the head of a lane counted over the queries first."""
+    """Mutations tried, each red: a query sees one key more; the window one wider, or one tile late; spans are not weighed by
+    their largest score; the head of a lane counted over the queries first."""
     assert interpreted()[name] < LIMIT[CASES[name].dtype]
 
 
+@pytest.mark.slow
 @needs_triton
 def test_a_sequence_gets_the_same_bits_alone():
     # Mutation tried: fewer keys at a time where there are more sequences: red.
     assert interpreted()["alone"] is True
 
 
+@pytest.mark.slow
 @needs_triton
 def test_what_is_launched_does_not_depend_on_lengths():
-    """Mutations tried, each red: fewer programs than the longest sequence needs; what a program beyond the end left is merged;
-    the keys of a program by the longest sequence of the step."""
+    """Mutations tried, each red: the keys of a program by the width of the tables; spans weighed alike, in sum or in values;
+    the programs of a sequence do not set their count back."""
     assert interpreted()["sizes_on_the_device"] is True
 
 
+@pytest.mark.slow
 @needs_triton
 def test_queries_need_not_lie_alone():
     # Mutation tried: the stride of the output: red.

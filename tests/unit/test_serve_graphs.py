@@ -103,12 +103,12 @@ def test_rows_of_padding_touch_nobodys_page():
     """Mutation tried: they write to page 0: red."""
     runner = engine_of(graphs=True, max_running=8).runner
     assert isinstance(runner, Runner)
-    for pools in runner._cache:
+    for pools in runner._forward.cache:
         for pool in pools:
             pool.fill_(7.0)
     fields = np.array([[3, 4, 5], [-1, -1, -1], [0, 0, 0], [20, 24, 28]])
     runner.run(Packed.of(fields, np.ones((2, 3)), np.arange(3), np.array([[5], [6], [7]])))
-    for pools in runner._cache:
+    for pools in runner._forward.cache:
         for pool in pools:
             changed = (pool != 7.0).flatten(2).any(2).nonzero().tolist()
             assert changed == [[5, 0], [6, 0], [7, 0], [runner.blocks, 0]]

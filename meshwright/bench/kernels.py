@@ -1,0 +1,205 @@
+"""Times the kernels of a decode step one by one, beside the bytes that each must move.
+
+python -m meshwright.bench.kernels [llama-1b] [--rows 1 256] [--context 256 1150] [--all] [--smoke]
+
+Lines of JSON: what, microseconds of one call, 10^9 bytes/s, and the sizes it was compiled for where they are not those that
+serving uses. --all tries others, so that those of serving can be chosen again for another device. Matrices and pages are as
+many as no cache holds, as in a model, and calls are recorded where the device can: no launch is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright.bench.measure import median_seconds
+from meshwright.config.recipes import recipe
+from meshwright.config.schema import ModelConfig
+from meshwright.distributed import device as devices
+from meshwright.kernels import fused, one_row
+from meshwright.kernels.accelerated import one_row_kernels, paged_kernels
+from meshwright.kernels.fused import Heads
+from meshwright.kernels.paged_attention import Singles, paged_attention
+
+SMALL = {"width": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512}
+SCRATCH = 512 << 20
+"""Bytes that the calls timed together read at least: several times the cache of a device."""
+PAGE = 16
+ROW_SIZES = [
+    *((1, 512, 1), (1, 1024, 1), (2, 256, 1), (2, 512, 1), (4, 256, 1), (8, 256, 1)),
+    *((1, 1024, 2), (1, 2048, 2), (2, 1024, 2), (1, 2048, 4), (1, 4096, 4), (2, 2048, 4)),
+]
+"""rows, block, warps"""
+DECODE_SIZES = [
+    *itertools.product((256, 512, 1024), (64, 128), (4,), (3, 4, 5)),
+    *((512, 32, 2, 4), (512, 32, 4, 5), (512, 64, 2, 4), (512, 64, 8, 4), (512, 128, 8, 4)),
+]
+"""span, tile, warps, stages"""
+
+Record = dict[str, Any]
+
+
+def main() -> None:
+    args = arguments()
+    device = devices.rank_device(devices.pick(), 0)
+    devices.set_current(device)
+    shape = Shape(ModelConfig(**{**recipe(args.recipe), **(SMALL if args.smoke else {})}), device, args.smoke)
+    with torch.inference_mode():
+        for record in itertools.chain(
+            matrices(shape, args.all),
+            *(between(shape, rows) for rows in args.rows),
+            *(attention(shape, *sizes, args.all) for sizes in itertools.product(args.rows, args.context)),
+        ):
+            print(json.dumps(record), flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", nargs="?", default="llama-1b")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 256], help="sequences of a step")
+    parser.add_argument("--context", type=int, nargs="+", default=[256, 1150], help="tokens of each")
+    parser.add_argument("--all", action="store_true", help="other sizes of kernels too")
+    parser.add_argument("--smoke", action="store_true", help="tiny numbers in place of the recipe's")
+    return parser.parse_args()
+
+
+class Shape:
+    """Of a model's matrices and heads, and where they are timed."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, small: bool):
+        self.config, self.device = config, device
+        self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        self.kv_heads = config.kv_heads or config.heads
+        self.features = config.head_dim or config.width // config.heads
+        self.group = config.heads // self.kv_heads
+        self.lines = (config.heads + 2 * self.kv_heads) * self.features
+        self.scratch = 1 << 16 if small else SCRATCH
+        self.recorder = devices.Recorder(device) if devices.records(device) else None
+        self.norm = nn.RMSNorm(config.width, eps=1e-5, device=device, dtype=self.dtype).requires_grad_(False)
+
+    def some(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def heads(self, rows: int) -> tuple[Heads, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """With pages, and a slot for each row."""
+        angles = torch.rand(2, rows, self.features // 2, device=self.device)
+        pools = [self.some(-(-rows // PAGE), PAGE, self.kv_heads, self.features) for _ in "kv"]
+        return Heads(self.group, None, None, *angles), pools[0], pools[1], torch.arange(rows, device=self.device)
+
+    def timed(self, calls: Sequence[Callable[[], object]]) -> float:
+        """Seconds of one of the calls, which are made one after the other."""
+
+        def together() -> None:
+            for call in calls:
+                call()
+
+        together()  # what comes first is compiled
+        devices.synchronize(self.device)
+        return median_seconds(together if self.recorder is None else self.recorder.record(together), self.device) / len(calls)
+
+
+def said(what: str, seconds: float, moved: int, **more: Any) -> Record:
+    return {"what": what, "us": round(seconds * 1e6, 2), "gb_per_s": round(moved / seconds / 1e9, 1), **more}
+
+
+@contextmanager
+def swapped(module: ModuleType | None, name: str, value: object) -> Iterator[None]:
+    """With another value of a module's constant; None: with its own."""
+    own = getattr(module, name, None)
+    if module is not None and value is not None:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if module is not None:
+            setattr(module, name, own)
+
+
+def matrices(shape: Shape, every: bool) -> Iterator[Record]:
+    """A single row through each matrix, with what is around it; and through the matrix alone as torch does it."""
+    config = shape.config
+    sizes = {
+        "qkv": (shape.lines, config.width),
+        "out": (config.width, config.heads * shape.features),
+        "up": (2 * config.ffn, config.width),
+        "down": (config.width, config.ffn),
+        "head": (config.vocab or 0, config.width),
+    }
+    kernels = one_row_kernels(shape.device)
+    for name, (rows, columns) in sizes.items():
+        moved = rows * columns * shape.dtype.itemsize
+        modules = []
+        for _ in range(max(1, shape.scratch // moved)):
+            module = nn.Linear(columns, rows, bias=False, device="meta", dtype=shape.dtype).to_empty(device=shape.device)
+            module.requires_grad_(False).weight.normal_(0.0, 0.02)
+            modules.append(module)
+        x = shape.some(1, 1, columns)
+        yield said(f"{name} by torch", shape.timed([functools.partial(F.linear, x, m.weight) for m in modules]), moved)
+        calls = [functools.partial(_row, shape, name, x, shape.some(1, 1, rows), module, shape.heads(1)) for module in modules]
+        yield said(name, shape.timed(calls), moved)
+        for lines, block, warps in ROW_SIZES if every and kernels is not None else []:
+            chosen = {"rows": lines, "block": block, "num_warps": warps}
+            with swapped(kernels, "sizes", lambda count, paired, chosen=chosen: chosen):
+                yield said(name, shape.timed(calls), moved, **chosen)
+
+
+def _row(shape: Shape, name: str, x: torch.Tensor, residual: torch.Tensor, module: nn.Linear, heads: tuple[Any, ...]) -> object:
+    if name == "qkv":
+        return one_row.heads_linear(x, None, shape.norm, module, *heads)
+    if name == "up":
+        return one_row.gate_linear(x, None, shape.norm, module, "swiglu", 16)
+    if name == "head":
+        return one_row.vocabulary_linear(x, None, shape.norm, module.weight, None, None)
+    return one_row.linear(x, module, residual)
+
+
+def between(shape: Shape, rows: int) -> Iterator[Record]:
+    """What is between the matrices, for many rows."""
+    config, size = shape.config, shape.dtype.itemsize
+    x, branch, up = shape.some(rows, config.width), shape.some(rows, config.width), shape.some(rows, 2 * config.ffn)
+    qkv, heads, logits = shape.some(rows, shape.lines), shape.heads(rows), shape.some(rows, config.vocab or 1)
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "add_norm": (lambda: fused.add_norm(x, branch, shape.norm), 4 * x.numel() * size),
+        "turn_and_write": (lambda: fused.turn_and_write(qkv, *heads), 2 * qkv.numel() * size),
+        "gate": (lambda: fused.gate(up, "swiglu", 16), 3 * up.numel() * size // 2),
+        "best": (lambda: fused.best(logits), logits.numel() * size),
+    }
+    for name, (call, moved) in calls.items():
+        yield said(name, shape.timed([call] * 64), moved, rows=rows)
+
+
+def attention(shape: Shape, rows: int, context: int, every: bool) -> Iterator[Record]:
+    """Of one new token of each sequence, over pages in random order."""
+    moved = 2 * rows * context * shape.kv_heads * shape.features * shape.dtype.itemsize
+    width = -(-context // PAGE)
+    layers = max(1, min(64, shape.scratch // moved))
+    pools = [[shape.some(rows * width, PAGE, shape.kv_heads, shape.features) for _ in "kv"] for _ in range(layers)]
+    tables = torch.randperm(rows * width).view(rows, width).to(torch.int32).to(shape.device)
+    slots = torch.zeros(rows, dtype=torch.int64, device=shape.device)
+    pages = Singles(slots, tables, torch.full((rows,), context, dtype=torch.int32, device=shape.device))
+    q = shape.some(rows, shape.config.heads, shape.features)
+    calls = [functools.partial(paged_attention, q, keys, values, pages) for keys, values in pools]
+    given = {"rows": rows, "context": context}
+    yield said("decode", shape.timed(calls), moved, **given)
+    kernels = paged_kernels(shape.device)
+    for span, tile, warps, stages in DECODE_SIZES if every and kernels is not None else []:
+        chosen = {"span": span, "tile": tile, "num_warps": warps, "num_stages": stages}
+        with swapped(kernels, "DECODE", chosen):
+            try:
+                yield said("decode", shape.timed(calls), moved, **given, **chosen)
+            except Exception as error:  # more shared memory than there is, for one
+                yield {"what": "decode", **given, **chosen, "failed": str(error).splitlines()[0][:100]}
+
+
+if __name__ == "__main__":
+    main()

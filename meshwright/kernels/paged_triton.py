@@ -27,7 +27,7 @@ SPANS = 32
 """Most programs of a sequence with one new token and a key/value head."""
 TILE = 64
 """Keys at a time, of a prompt."""
-DECODE = {"span": 512, "tile": 64, "num_warps": 4, "num_stages": 4}
+DECODE = {"span": 512, "tile": 64, "num_warps": 4, "num_stages": 5}
 """Of a single token: least keys of a program, keys at a time, warps, and tiles that are loaded ahead. `bench.kernels` times
 others."""
 

@@ -217,7 +217,7 @@ class Tokenizer:
         least = 256 + len(SPECIAL_TOKENS)
         if vocab_size < least:
             what = f"{vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need {least}"
-            raise DataError(findings=[Finding("tokenizer.vocab", what)])
+            raise DataError(findings=[Finding("data.tokenizer.vocab", what, f"Set it to {least} or more")])
         parts = chain.from_iterable(pieces(text, WORD) for text in texts)
         backend = train_backend(parts, vocab_size, list(SPECIAL_TOKENS))
         return cls(backend, {f"{role}_token": name for role, name in zip(ROLES, SPECIAL_TOKENS, strict=False)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from typing import Any
@@ -37,6 +38,8 @@ def _usage() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 success, 2 the user's mistake, 1 a failure of ours, 130 Ctrl-C."""
+    if argv is None:
+        _speak_all_languages()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())
@@ -54,6 +57,21 @@ def main(argv: list[str] | None = None) -> int:
         print(f"meshwright: there is no command {args[0]!r}.{hint}\n\n{_usage()}", file=sys.stderr)
         return 2
     return _run(args[0], args[1:])
+
+
+def _speak_all_languages() -> None:
+    """A locale that knows only ASCII, or a terminal that lacks a character, must not change or end a run.
+
+    Names of files and text on the command line are UTF-8 where the locale says nothing, as in Python's own UTF-8 mode, which
+    can only be entered by a new start; the processes of the run inherit it.
+    """
+    if sys.getfilesystemencoding() == "ascii":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() not in ("utf-8", "utf8"):
+            stream.reconfigure(errors="backslashreplace")
+            os.environ["PYTHONIOENCODING"] = f"{stream.encoding}:backslashreplace"
 
 
 def _run(name: str, args: list[str]) -> int:

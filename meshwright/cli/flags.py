@@ -17,7 +17,7 @@ _WORDS = ("format", "encoding")
 @contextmanager
 def said_as_flags(*settings: str) -> Iterator[None]:
     """Around the work of a command that has a flag for each of `settings` ("text_key": --text-key): "Set text_key to ..." of
-    a DataError becomes "Set --text-key to ...", "on_bad_row: skip" becomes "--on-bad-row skip"."""
+    a DataError becomes "Set --text-key to ...", "data.on_bad_row: skip" becomes "--on-bad-row skip"."""
     try:
         yield
     except DataError as error:
@@ -30,7 +30,7 @@ def said_as_flags(*settings: str) -> Iterator[None]:
 def _spoken(text: str, settings: tuple[str, ...]) -> str:
     for name in settings:
         flag = f"--{name.replace('_', '-')}"
-        text = re.sub(rf"(?<![\w-]){name}: (?=\w)", f"{flag} ", text)
+        text = re.sub(rf"(?<![\w.-])(?:data\.)?{name}: (?=\w)", f"{flag} ", text)
         if name not in _WORDS:
-            text = re.sub(rf"(?<![\w-]){name}(?!\w)", flag, text)
+            text = re.sub(rf"(?<![\w.-])(?:data\.)?{name}(?!\w)", flag, text)
     return text

@@ -79,6 +79,8 @@ def show(resolved: Resolved, ready: Ready) -> None:
         f"{counted(ready.held_out, 'row')} ({counted(ready.held_out * length, 'token')})" if ready.held_out else "nothing"
     )
     typer.echo(f"data: {counted(ready.rows, 'row')} of {counted(length, 'token')} an epoch, held out: {held_out}; {steps}")
+    if config.train.tail == "drop" and config.train.ramp is None and (left := ready.rows % config.train.batch):
+        typer.echo(f"data: {counted(left, 'row')} left out at the end of each epoch (train.tail: drop)")
     typer.echo(
         f"plan: {plan.layout.dp} data-parallel ranks x {accumulation} micro-steps x {plan.micro_batch} rows, "
         f"{', '.join(plan.described())} ({plan.reason})"

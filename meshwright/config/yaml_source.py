@@ -17,6 +17,9 @@ __all__ = ["YamlSource", "parse_scalar", "read_yaml"]
 DEEPEST, MOST_KEYS = 20, 10_000
 """Levels and keys that no config has."""
 
+_NO_VALUE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)
+"""What the library raises for text that only looks like a date or a number, or under a tag that does not fit."""
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `3e-4` as a string and `on` as a truth value; people mean a number and a word."""
@@ -49,6 +52,10 @@ def parse_scalar(text: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(_reason(error)) from None
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    except _NO_VALUE as error:
+        raise ValueError(_unfit(error)) from None
 
 
 def read_yaml(path: Path) -> YamlSource:
@@ -61,8 +68,9 @@ def read_yaml(path: Path) -> YamlSource:
         raise ConfigError(findings=[Finding(str(path), f"cannot be read: {error.strerror}")]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(findings=[Finding(str(path), f"is not UTF-8 at byte {error.start}", "Save it as UTF-8")]) from None
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return YamlSource({})
@@ -73,8 +81,11 @@ def read_yaml(path: Path) -> YamlSource:
         source.values = _mapping(loader, node, "", source.lines, findings, str(path))
     except yaml.YAMLError as error:
         raise ConfigError(findings=[Finding(_where(path, error), f"is not YAML: {_reason(error)}")]) from None
+    except RecursionError:
+        raise ConfigError(findings=[Finding(str(path), "is nested too deeply")]) from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     if findings:
         raise ConfigError(findings=findings)
     return source
@@ -84,12 +95,9 @@ def _mapping(
     loader: _Loader, node: yaml.MappingNode, prefix: str, lines: dict[str, int], findings: list[Finding], file: str
 ) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    if prefix.count(".") > DEEPEST or len(lines) > MOST_KEYS:  # an alias inside itself, or aliases that multiply
-        where = f"{file}:{node.start_mark.line + 1}"
-        raise ConfigError(findings=[Finding(where, f"more than {MOST_KEYS} keys or {DEEPEST} levels", "Write aliases out")])
     loader.flatten_mapping(node)
     for key_node, value_node in node.value:
-        key = str(loader.construct_object(key_node, deep=True))
+        key = str(_constructed(loader, key_node, file))
         dotted = f"{prefix}{key}"
         line = key_node.start_mark.line + 1
         if key in values:
@@ -100,6 +108,9 @@ def _mapping(
 
 
 def _value(loader: _Loader, node: yaml.Node, dotted: str, lines: dict[str, int], findings: list[Finding], file: str) -> Any:
+    if dotted.count(".") >= DEEPEST or len(lines) > MOST_KEYS:  # an alias inside itself, or aliases that multiply
+        where = f"{file}:{node.start_mark.line + 1}"
+        raise ConfigError(findings=[Finding(where, f"more than {MOST_KEYS} keys or {DEEPEST} levels", "Write aliases out")])
     if isinstance(node, yaml.MappingNode):
         return _mapping(loader, node, f"{dotted}.", lines, findings, file)
     if isinstance(node, yaml.SequenceNode):
@@ -108,7 +119,19 @@ def _value(loader: _Loader, node: yaml.Node, dotted: str, lines: dict[str, int],
             lines[f"{dotted}.{i}"] = item.start_mark.line + 1
             out.append(_value(loader, item, f"{dotted}.{i}", lines, findings, file))
         return out
-    return loader.construct_object(node, deep=True)
+    return _constructed(loader, node, file)
+
+
+def _constructed(loader: _Loader, node: yaml.Node, file: str) -> Any:
+    try:
+        return loader.construct_object(node, deep=True)
+    except _NO_VALUE as error:
+        what = f"is no value of YAML: {_unfit(error)}"
+        raise ConfigError(findings=[Finding(f"{file}:{node.start_mark.line + 1}", what, "Put quotes around a text")]) from None
+
+
+def _unfit(error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else "the text does not fit its tag"
 
 
 def _reason(error: yaml.YAMLError) -> str:

@@ -17,7 +17,7 @@ from meshwright.errors import Finding
 __all__ = ["BadRow", "Document", "Keys", "Piece", "parse"]
 
 SHOWN_KEYS = 12
-SKIP_FIX = "Mend the row, or set on_bad_row: skip to leave such rows out and count them"
+SKIP_FIX = "Mend the row, or set data.on_bad_row: skip to leave such rows out and count them"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from meshwright.data.parse import BadRow, Document, Keys, Piece, parse
@@ -112,9 +112,10 @@ class Job:
                 bad = item if isinstance(item, BadRow) else self._unknown_label(piece, item)
                 if bad is not None:
                     result.skipped += 1
-                    result.failed = result.failed or bad.fatal or self.on_bad_row == "stop"
-                    if len(result.bad) < SHOWN:
-                        result.bad.append(bad.finding())
+                    stops = bad.fatal or self.on_bad_row == "stop"
+                    result.failed = result.failed or stops
+                    if len(result.bad) < SHOWN:  # of a row that is left out the user has decided already
+                        result.bad.append(bad.finding() if stops else replace(bad.finding(), fix=""))
                 elif isinstance(item, Document):
                     if item.first and item.last and item.empty:
                         result.empty += 1

@@ -24,6 +24,9 @@ __all__ = ["SPECIAL_TOKENS", "Tokenizer", "pieces"]
 PIECE = 1 << 15
 """Characters that are encoded at a time."""
 
+WORD = 1 << 12
+"""Characters that a tokenizer is trained on at a time: the library takes the square of a word's length."""
+
 GROUP = 1 << 19
 """Characters that a library is given at a time: more is slower, for its results no longer fit the caches."""
 
@@ -214,8 +217,9 @@ class Tokenizer:
         least = 256 + len(SPECIAL_TOKENS)
         if vocab_size < least:
             what = f"{vocab_size} is too small: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need {least}"
-            raise DataError(findings=[Finding("tokenizer.vocab", what)])
-        backend = train_backend(chain.from_iterable(map(pieces, texts)), vocab_size, list(SPECIAL_TOKENS))
+            raise DataError(findings=[Finding("data.tokenizer.vocab", what, f"Set it to {least} or more")])
+        parts = chain.from_iterable(pieces(text, WORD) for text in texts)
+        backend = train_backend(parts, vocab_size, list(SPECIAL_TOKENS))
         return cls(backend, {f"{role}_token": name for role, name in zip(ROLES, SPECIAL_TOKENS, strict=False)})
 
 

@@ -58,7 +58,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             continue
         try:
             values = json.loads(_text(file))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise _error(file, f"not valid JSON: {error}") from None
         if not isinstance(values, dict):
             raise _error(file, "not a JSON object")

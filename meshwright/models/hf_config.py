@@ -95,7 +95,7 @@ _READ_BY_CODE = frozenset({"rope_theta", "rope_scaling", "rope_parameters", "arc
 
 def _validated(values: dict[str, Any], family: Family, where: str) -> ModelConfig:
     try:
-        return ModelConfig(**values)
+        return ModelConfig.model_validate(values, strict=True)  # transformers does not take "2" for a number either
     except ValidationError as error:
         findings = []
         for problem in error.errors():
@@ -116,6 +116,9 @@ def _task(
             findings.append(Finding(f"{where}: model_type", f"{raw['model_type']} has no task {task!r}", f"Known: {known}"))
         return task
     named = raw.get("architectures") or []
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        findings.append(Finding(f"{where}: architectures", f"{named!r} is no list of names"))
+        return first
     for ours, theirs in family.tasks.items():
         if theirs in named:
             return ours
@@ -184,14 +187,23 @@ def _window(raw: Mapping[str, Any], where: str, layers: Any, findings: list[Find
     """Qwen's window: on every layer, on none, or (refused) on some."""
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
     kinds = raw.get("layer_types")
+    first = raw.get("max_window_layers", 28)
+    wrong = {"sliding_window": window} if window is not None and type(window) is not int else {}
+    if window is not None and kinds is None and type(first) is not int:
+        wrong["max_window_layers"] = first
+    findings += [Finding(f"{where}: {key}", f"{value!r} is no whole number") for key, value in wrong.items()]
+    if kinds is not None and (not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds)):
+        findings.append(Finding(f"{where}: layer_types", f"{kinds!r} is no list of names"))
+        return None
+    if wrong:
+        return None
     if kinds is None and window is not None and isinstance(layers, int):
-        first = raw.get("max_window_layers", 28)
-        kinds = ["sliding_attention" if index >= first else "full_attention" for index in range(layers)]
+        kinds = ["full_attention"] * (first > 0) + ["sliding_attention"] * (first < layers)
     different = set(kinds or ["full_attention"])
     if different == {"full_attention"}:
         return None
     if different == {"sliding_attention"} and window is not None:
-        return int(window)
+        return window
     findings.append(
         Finding(
             f"{where}: layer_types",

@@ -46,6 +46,9 @@ def read_rope(raw: Mapping[str, Any], where: str, values: dict[str, Any], findin
     if key == "rope_parameters" and other and _scaling(other) != _scaling(block):
         findings.append(Finding(f"{where}: rope_scaling", "says something else than rope_parameters", "Keep one of them"))
         return
+    if wrong := _no_numbers(raw, key, block):
+        findings += [Finding(f"{where}: {name}", f"{value!r} is no number") for name, value in wrong.items()]
+        return
     thetas = {float(t) for t in (block.get("rope_theta"), raw.get("rope_theta")) if t is not None}
     if len(thetas) > 1:
         findings.append(
@@ -59,7 +62,7 @@ def read_rope(raw: Mapping[str, Any], where: str, values: dict[str, Any], findin
             )
         )
     kind, numbers = _scaling(block)
-    if kind not in _USED:
+    if not isinstance(kind, str) or kind not in _USED:
         findings.append(Finding(f"{where}: {key}.rope_type", f"{kind!r} is not known", f"Known: {', '.join(_USED)}"))
         return
     strange = sorted(k for k in numbers if k not in _ALL)
@@ -72,6 +75,14 @@ def read_rope(raw: Mapping[str, Any], where: str, values: dict[str, Any], findin
         if numbers.get(number) is None:
             findings.append(Finding(f"{where}: {key}.{number}", "is missing", f"rope_type {kind} needs it"))
     values["rope_scaling"] = _resolved(raw, kind, numbers, values.get("max_len"), notes)
+
+
+def _no_numbers(raw: Mapping[str, Any], key: str, block: Mapping[str, Any]) -> dict[str, Any]:
+    """What is something else where `transformers` computes with a number; text such as "2" is no number there either."""
+    outer = ("rope_theta", "original_max_position_embeddings")
+    found = {name: raw[name] for name in outer if raw.get(name) is not None}
+    found |= {f"{key}.{name}": block[name] for name in (*_ALL, *outer) if block.get(name) is not None and name != "truncate"}
+    return {name: value for name, value in found.items() if isinstance(value, bool) or not isinstance(value, int | float)}
 
 
 def _scaling(block: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(findings=[Finding(str(path), f"cannot be read: {error.strerror}")]) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(findings=[Finding(str(path), f"is not JSON: {error}")]) from None
     if not isinstance(value, dict):
         raise CheckpointError(findings=[Finding(str(path), f"holds {type(value).__name__}, not an object")])

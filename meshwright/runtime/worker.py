@@ -30,7 +30,7 @@ from meshwright.distributed.reduce import broadcast_json
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import Watchdog
 from meshwright.distributed.world import Ranks, init_world
-from meshwright.errors import CheckpointError, Finding, MeshwrightError, NumericsError, UserError
+from meshwright.errors import CheckpointError, Finding, MeshwrightError, NumericsError, UserError, counted
 from meshwright.models import build
 from meshwright.observe.clock import StepClock
 from meshwright.observe.flops import peak_rate
@@ -54,7 +54,7 @@ from meshwright.train.loop import Outcome, train
 from meshwright.train.objectives import make_objective
 from meshwright.train.recorder import MetricsSink, ProgressSink, Recorder
 from meshwright.train.saving import restore
-from meshwright.train.schedule import total_steps
+from meshwright.train.schedule import batch_at, total_steps
 
 __all__ = ["Job", "RunData", "on_the_first", "run_job", "run_on", "start"]
 
@@ -219,6 +219,8 @@ def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:
         run.progress.note(f"saved at step {run.saved_at}; go on with: meshwright train --resume {job.folder.path}")
     if run.state.skipped:
         run.progress.note(f"{run.state.skipped} of {run.state.step} steps updated nothing ({NOTHING_UPDATED})")
+    if rows := left_out(run):
+        run.progress.note(f"{counted(rows, 'row')} left out at the end of an epoch (train.tail: drop)")
     if warning := batch_warning(run.config.train.batch, run.recorder.figures.noise):
         run.progress.note(warning)
     run.progress.close()
@@ -228,6 +230,13 @@ def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:
     job.folder.write_result(
         {"reason": outcome.reason, "finished": outcome.finished, "step": run.state.step, "figures": figures}
     )
+
+
+def left_out(run: Context) -> int:
+    """Rows that the ends of epochs have cost so far, with those before the next step."""
+    train, rows, consumed = run.config.train, run.train_loader.dataset.rows, run.state.consumed
+    left = rows - consumed % rows
+    return run.state.dropped + (left if train.tail == "drop" and left < batch_at(train, consumed) else 0)
 
 
 def _progress(config: Config, total: int | None) -> Progress:

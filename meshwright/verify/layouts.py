@@ -133,7 +133,7 @@ def load_plans(path: str, world: int, base: Plan, model: ModelConfig, task: str,
     except OSError as error:
         fix = "Use auto, all, or the name of a JSON file with a list of plans"
         raise LayoutError(findings=[Finding(f"--layouts {path}", f"cannot be read: {error.strerror}", fix)]) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LayoutError(findings=[Finding(path, f"is not JSON: {error}")]) from None
     entries = data if isinstance(data, list) else [data]
     found, findings = [], []

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.cli import main
 from tests.e2e import helpers as e2e
 from tests.e2e.planted import Plant
 from tests.ranks.pool import RankError
@@ -138,7 +139,7 @@ def test_a_run_without_any_target_fails_and_says_why(tmp_path):
 # ---- ragged ends ----------------------------------------------------------------------------------------------------------
 
 
-def test_ten_rows_in_batches_of_eight_are_steps_of_eight_and_two(ranks, tmp_path):
+def test_ten_rows_in_batches_of_eight_are_steps_of_eight_and_two(ranks, tmp_path, capsys):
     config = response_only(tmp_path, [SHORT] * 10, batch=8, epochs=2, steps=None)
     for nproc in (1, 2, 4):
         e2e.train_in(ranks(nproc), config, tmp_path / f"on-{nproc}", "--precision=fp64")
@@ -147,8 +148,12 @@ def test_ten_rows_in_batches_of_eight_are_steps_of_eight_and_two(ranks, tmp_path
     for nproc in (2, 4):
         assert e2e.column(tmp_path / f"on-{nproc}", "loss") == pytest.approx(e2e.column(tmp_path / "on-1", "loss"), abs=1e-12)
         assert e2e.largest_difference(tmp_path / f"on-{nproc}", tmp_path / "on-1") <= 1e-12
-    e2e.train_in(ranks(2), config, tmp_path / "dropped", "--train.tail=drop")
+    said = e2e.train_in(ranks(2), config, tmp_path / "dropped", "--train.tail=drop")
     assert e2e.column(tmp_path / "dropped", "batch") == [8, 8]
+    assert "4 rows left out at the end of an epoch (train.tail: drop)" in said  # red when the last epoch's are not counted
+    capsys.readouterr()
+    assert main(["train", str(config), f"--run.dir={tmp_path / 'dry'}", "--train.tail=drop", "--dry-run"]) == 0
+    assert "data: 2 rows left out at the end of each epoch (train.tail: drop)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 9])

@@ -13,7 +13,7 @@ from meshwright.errors import DataError, Finding
 
 def test_settings_become_flags_and_words_stay_words():
     with pytest.raises(DataError) as caught, said_as_flags("text_key", "on_bad_row", "encoding", "format"):
-        fix = "Set text_key to the key, on_bad_row: skip, encoding: gbk or format: txt; the encoding and format are yours"
+        fix = "Set text_key to the key, data.on_bad_row: skip, encoding: gbk or format: txt; the encoding and format are yours"
         raise DataError(findings=[Finding("on_bad_row", "my_text_key, context_key", fix)])
     (found,) = caught.value.findings
     assert (found.where, found.what) == ("--on-bad-row", "my_text_key, context_key")

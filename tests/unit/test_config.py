@@ -82,6 +82,37 @@ def test_missing_and_unreadable_files(tmp_path):
     assert load_config(tmp_path / "bom.yaml").config.train.batch == 7
 
 
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 10)}]\n" for level in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train:\n  lr: 2001-02-30\n", r"c\.yaml:2: is no value of YAML: day is out of range"),
+        (f"train: {{steps: {'9' * 5000}}}\n", "c.yaml:1: is no value of YAML: .*5000 digits"),
+        ("run: {dir: a\0b}\n", "c.yaml: is not YAML: unacceptable character"),
+        ("run: " + "[" * 20000, "c.yaml: is nested too deeply"),
+        ("run: &a [*a]\n", "more than 10000 keys or 20 levels"),
+        ("run: &a {dir: *a}\n", "more than 10000 keys or 20 levels"),
+        (ALIASES, "more than 10000 keys or 20 levels"),
+        ("train: {steps: !!bool x}\n", "does not fit its tag"),
+        ("train: {steps: !!timestamp x}\n", "does not fit its tag"),
+    ],
+)
+def test_what_only_looks_like_yaml_is_refused(tmp_path, text, says):
+    # red before, each by an error of Python, or without an end where aliases multiply in lists
+    with pytest.raises(ConfigError, match=says):
+        load_config(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["2001-02-30", "9" * 5000, "[" * 20000, "!!int ''", "!!bool x", "a\1b"])
+def test_a_flag_that_cannot_be_read_is_named(tmp_path, text):
+    with pytest.raises(ConfigError, match=r"--train\.steps: value .* cannot be read"):
+        load_config(write(tmp_path, ""), [f"--train.steps={text}"])
+
+
 def test_overrides_reach_lists_and_refuse_what_is_not_there(tmp_path):
     path = write(tmp_path, "data: {train: [{path: a.txt}]}\n")
     assert load_config(path, ["--data.train.0.text_key=body"]).config.data.train[0].text_key == "body"

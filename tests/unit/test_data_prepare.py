@@ -197,6 +197,7 @@ def test_bad_rows_are_counted_when_asked(tmp_path: Path, tokenizer: Tokenizer) -
     manifest = prepare([source], tmp_path / "out", tokenizer=tokenizer, on_bad_row="skip")
     assert (manifest.documents, manifest.skipped, manifest.empty) == (2, 2, 1)
     assert [line.split(": ")[0] for line in manifest.first_skipped] == [f"{source.path}, line 3", f"{source.path}, line 5"]
+    assert "on_bad_row" in str(error.value) and not any("on_bad_row" in line for line in manifest.first_skipped)
     TokenStore.open(tmp_path / "out", verify=True)
 
 
@@ -518,6 +519,28 @@ def test_the_command_refuses_without_traceback(tmp_path: Path, capsys: pytest.Ca
     assert main(["prepare", source.path, "-o", str(tmp_path / "out"), "--vocab", "10", "--tokenizer", "x"]) == 2
     assert main(["prepare"]) == 2
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"LC_ALL": "C", "PYTHONUTF8": "0"}, "训练"),
+        ({"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "ascii"}, "\\u8bad\\u7ec3"),
+        ({"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "gbk"}, "训练"),
+    ],
+)
+def test_names_and_labels_of_any_language_under_any_locale(tmp_path: Path, environment: dict[str, str], name: str) -> None:
+    # each red before the command settled what its output can hold, by a traceback
+    source = tmp_path / "数据.jsonl"
+    source.write_text('{"text": "训练", "类": "好"}\n{"text": "測試 😀", "类": "😀"}\n', encoding="utf-8")
+    command = ["prepare", source, "-o", tmp_path / "训练", "--vocab", "300", "--objective", "classify", "--label-key", "类"]
+    environment = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-m", "meshwright", *command], env=environment, capture_output=True, check=False)
+    assert (done.returncode, b"Traceback" in done.stderr) == (0, False), done.stderr
+    said = done.stdout.decode("gbk" if environment.get("PYTHONIOENCODING") == "gbk" else "utf-8")
+    assert f"{name}: 2 documents" in said
+    assert Manifest.read(tmp_path / "训练").label_names == ["好", "😀"]
+    assert not any("\ufffd" in entry.name for entry in tmp_path.iterdir())
 
 
 def test_help_is_quick_and_has_an_example() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 import time
@@ -221,6 +222,19 @@ def test_time_grows_linearly_without_spaces(unit: str, split: bool, trained: Tok
         seconds.append(time.process_time() - start)
         assert made.decode(ids) == text
     assert seconds[1] <= 2.6 * seconds[0] and seconds[2] <= 2.6 * seconds[1]
+
+
+@pytest.mark.alone
+def test_training_on_a_text_without_spaces_takes_linear_time() -> None:
+    # red (13.7 times) when the text is trained on in parts of PIECE characters: a word costs the square of its length
+    draw = random.Random(0)
+    text = "".join(draw.choices([chr(0x4E00 + i) for i in range(3000)], k=1 << 15))
+    seconds = []
+    for size in (1 << 13, 1 << 15):
+        start = time.process_time()
+        Tokenizer.train([text[:size]], 1000)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] <= 7 * seconds[0], "four times the text"
 
 
 def plain_bpe() -> object:

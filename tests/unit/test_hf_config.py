@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -44,6 +46,8 @@ def _refused(raw: dict[str, Any], *words: str, task: str | None = None) -> None:
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
     (LLAMA, {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("rope_scaling.rope_type", "'longrope'", "llama3")),
+    (LLAMA, {"rope_scaling": {"type": "linear", "factor": "2"}}, ("rope_scaling.factor", "'2' is no number")),
+    (QWEN, {"use_sliding_window": True, "sliding_window": "8"}, ("sliding_window", "'8' is no whole number")),
     (LLAMA, {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, ("rope_parameters.rope_type", "'spiral'")),
     (LLAMA, {"rope_scaling": {"type": "linear"}}, ("rope_scaling.factor", "is missing")),
     (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2, "wobble": 3}}, ("wobble",)),
@@ -96,6 +100,39 @@ def test_all_findings_at_once() -> None:
     raw = {**LLAMA, "hidden_act": "gelu", "partial_rotary_factor": 0.5, "rope_scaling": {"type": "spiral"}}
     del raw["vocab_size"]
     _refused(raw, "hidden_act", "partial_rotary_factor", "spiral", "vocab_size: is missing")
+
+
+YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "beta_fast": 32, "truncate": True}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+WHOLE: list[dict[str, Any]] = [
+    {**LLAMA, "rope_theta": 1e4, "rope_scaling": YARN, "head_dim": 16, "rms_norm_eps": 1e-6},
+    {**QWEN, **WINDOW},
+    {**QWEN, "layer_types": ["full_attention"] * 2},
+    BERT,
+    GPT2,
+]
+ODD = ["abc", "2", "1e-6", None, True, 0, -1, 1.5, float("inf"), float("nan"), [], [1], {}, {"a": 1}, 10**30]
+
+
+@pytest.mark.parametrize("whole", WHOLE, ids=lambda raw: raw["model_type"])
+def test_any_value_in_any_field_is_read_or_refused(whole: dict[str, Any]) -> None:
+    # red before (each was an error of Python): text or lists for a rotary number, a rope type that is a list, architectures
+    # and layer_types that are no list of names, 10**30 layers with a window
+    def tried(**changed: Any) -> None:
+        with contextlib.suppress(ConfigError):
+            from_hf({**whole, **changed}, "config.json")
+
+    from_hf(whole, "config.json")
+    for key, odd in itertools.product({*whole, "rope_scaling", "rope_theta", "layer_types"}, ODD):
+        tried(**{key: odd})
+    for key, odd in itertools.product(whole.get("rope_scaling", {}), ODD):
+        tried(rope_scaling={**YARN, key: odd})
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_key_value_heads", "rms_norm_eps", "rope_theta", "max_position_embeddings"])
+def test_text_is_no_number(key: str) -> None:
+    # red when "2" is taken for 2: transformers, to which the field is written back, fails on it
+    _refused({**LLAMA, key: "2"}, f"config.json: {key}: '2'")
 
 
 def test_unknown_fields_are_kept_and_named() -> None:

@@ -84,6 +84,13 @@ def test_damage_is_named_before_loading(kind: str, three: Path, tmp_path: Path, 
         assert word in str(error.value)
 
 
+def test_a_description_that_is_nested_too_deeply_is_refused(three: Path) -> None:
+    # red before, by a RecursionError
+    (three / "model.safetensors.index.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json: is not JSON"):
+        Shards(three)
+
+
 def test_all_damage_at_once(three: Path) -> None:
     (three / "model-00001-of-00003.safetensors").unlink()
     _cut(three / "model-00002-of-00003.safetensors")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,6 +17,7 @@ import numpy as np
 
 from meshwright.data.journal import write_all
 from meshwright.data.manifest import FileRecord, sync_folder
+from meshwright.data.parse import SKIP_FIX
 from meshwright.data.shards import digest_of
 from meshwright.data.tokenize import SHOWN, Result
 from meshwright.errors import DataError, Finding
@@ -163,7 +164,8 @@ class Output:
             "prompted": bool(prompts.any()),
             "labelled": labelled,
             "names": new,
-            "bad": [str(finding) for finding in result.bad],
+            # they are skipped already, so that is no advice any more
+            "bad": [str(replace(bad, fix="") if bad.fix == SKIP_FIX else bad) for bad in result.bad],
             "input": digest_in,
             "output": result.sha256,
             "columns": columns.hexdigest(),

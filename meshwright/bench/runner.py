@@ -240,7 +240,8 @@ def failure_of(code: int | None, text: str, timeout: float) -> str:
     if code is None:
         return f"not done after {timeout:g} s"
     errors = _errors(text.splitlines())
-    why = next(iter(errors), "") or next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no output")
+    words = (line.strip() for line in reversed(text.splitlines()) if re.search(r"\w", line))  # torchrun ends with a ruled line
+    why = next(iter(errors), "") or next(words, "no output")
     return f"exit code {code}: {why[:160].replace('|', '/')}"
 
 

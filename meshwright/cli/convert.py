@@ -86,6 +86,7 @@ def register(app: typer.Typer) -> None:
         findings = [Finding(flag, f"has no effect when converting {where} Hugging Face", "Remove it") for flag, v in given if v]
         if findings:
             raise ConfigError(findings=findings)
+        hf.check_comparison(compare.value)
         done = hf.convert(
             source,
             target,

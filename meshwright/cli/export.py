@@ -112,9 +112,10 @@ def _refuse(idle: dict[str, Any], why: str) -> None:
 
 
 def _huggingface(source: Path, out: Path, family: str | None, dtype: Dtype | None, shard_mib: int, compare: How) -> int:
-    from meshwright.export.hf import to_huggingface
+    from meshwright.export.hf import check_comparison, to_huggingface
     from meshwright.runtime.exporting import load_source
 
+    check_comparison(compare.value)
     done = to_huggingface(
         source, out, family=family, dtype=torch_dtype(dtype), shard_bytes=shard_mib * 2**20, load_run=load_source
     )

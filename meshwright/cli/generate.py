@@ -69,18 +69,24 @@ def register(app: typer.Typer) -> None:
 def _check(
     prompt: str | None, prompts: str | None, output: str | None, interactive: bool, best: bool, engine: list[str]
 ) -> None:
+    import importlib.util
+
     from meshwright.errors import Finding, UserError
 
     findings = []
     if (prompt is not None) + (prompts is not None) + interactive != 1:
-        what = "there must be one of --prompt, --prompts and --interactive"
-        findings.append(Finding("generate", what))
+        fix = "Give one of --prompt TEXT, --prompts FILE with --output FILE, and --interactive"
+        findings.append(Finding("the prompt", "is given by one flag", fix))
     if (prompts is None) != (output is None):
         findings.append(Finding("--output", "goes with --prompts, and --prompts with it"))
     if best and prompt is None:
         findings.append(Finding("--best", "is for --prompt", "Name the checkpoint's folder as MODEL"))
     if prompts is None:
         findings += [Finding(f"--{key.replace('_', '-')}", "is for --prompts", "Leave it out") for key in engine]
+    if prompt is None and not findings and importlib.util.find_spec("fastapi") is None:
+        flag = "--prompts" if prompts is not None else "--interactive"
+        what = "runs on the engine of the server, which needs fastapi"
+        findings.append(Finding(flag, what, "Install it with: pip install 'meshwright[serve]'"))
     if findings:
         raise UserError(findings=findings)
 

@@ -72,6 +72,9 @@ def show(resolved: Resolved, ready: Ready) -> None:
             typer.echo(f"  {key} = {value}  ({origin})")
     plan = ready.plan
     config = ready.resolved.config
+    warmup, total = config.train.schedule.warmup, config.train.schedule.total or ready.budget.steps
+    if total is not None and warmup > total:  # what train.steps tells before the data is read is refused in config.check
+        typer.echo(f"warning: train.schedule.warmup: {warmup} steps are more than the {counted(total, 'step')} of the run")
     accumulation = plan.accumulation(config.train.batch)
     steps = "until the hours are spent" if ready.budget.steps is None else counted(ready.budget.steps, "step")
     length = config.data.seq_len

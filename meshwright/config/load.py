@@ -150,11 +150,13 @@ def _apply_recipe(values: dict[str, Any], origin: dict[str, str]) -> list[Findin
 
 
 def _place(key: str, origin: dict[str, str], file: str) -> str:
-    """`file:line: key` or `--key`, whichever set the value; the nearest parent's line for a missing key."""
+    """`file:line: key` or `--key`, whichever set the value; the nearest parent's line for a missing key, and
+    what set a key inside it for a section that only a flag made."""
     probe = key
     while probe and probe not in origin:
         probe = probe.rpartition(".")[0]
-    place = origin.get(probe, file)
+    inside = (origin[set_by] for set_by in origin if set_by.startswith(f"{key}."))  # a flag may have made the section
+    place = origin[probe] if probe else next(inside, file)
     return place if place == f"--{key}" else f"{place}: {key}"
 
 

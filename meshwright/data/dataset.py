@@ -216,11 +216,12 @@ def _split(
     if not held or any(not part.documents for part, _ in pairs):
         what = f"{fraction} of {counted(total, 'document')} is {held} held out and {total - held} to train on"
         largest = max(store.documents for store in train_stores)
-        change = "Set it lower" if held else f"Set it to {1 / largest:.2g} or more"
-        options = [change] if largest > 1 else []  # a single document cannot be shared out
-        options += ["set it to 0 for no evaluation", "name files in data.valid"]
-        fix = ", or ".join(options)
-        _refuse([Finding("data.valid_fraction", what, fix[0].upper() + fix[1:])])
+        if largest > 1:
+            change = "Set it lower" if held else f"Set it to {1 / largest:.2g} or more"
+        else:  # a single document cannot be shared out
+            change = "A text file up to 1 MiB is one document: make several of it, or a .jsonl file with a document a row"
+        off = "set evaluate.every to 0" if not held else "set it to 0"
+        _refuse([Finding("data.valid_fraction", what, f"{change}, or name files in data.valid, or {off} for no evaluation")])
     return [part for part, _ in pairs], [part for _, part in pairs if part.documents]
 
 

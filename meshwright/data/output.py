@@ -163,7 +163,7 @@ class Output:
             "prompted": bool(prompts.any()),
             "labelled": labelled,
             "names": new,
-            "bad": [str(finding) for finding in result.bad],
+            "bad": [str(bad) for bad in result.bad],
             "input": digest_in,
             "output": result.sha256,
             "columns": columns.hexdigest(),

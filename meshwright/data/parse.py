@@ -163,7 +163,8 @@ def _json_row(piece: Piece, number: int, line: str, keys: Keys) -> Document | Ba
         fix = "Set text_key to the key that holds the text, or use rows with prompt and response"
         return BadRow(piece.file, "line", number, f"no key {keys.text!r}; the keys are {shown(row)}", fix)
     if keys.label is not None and keys.label not in row:
-        return BadRow(piece.file, "line", number, f"no key {keys.label!r} for the label; the keys are {shown(row)}")
+        fix = "Set label_key to the key that holds the class"
+        return BadRow(piece.file, "line", number, f"no key {keys.label!r} for the label; the keys are {shown(row)}", fix)
     label = row[keys.label] if keys.label is not None else None
     return _document(piece, number, keys, text, label, prompt, response)
 

@@ -276,7 +276,7 @@ class _Run:
                 for chunk, result in finished:
                     if result.failed:
                         more = result.skipped - len(result.bad)
-                        bad = [*result.bad, Finding("", f"and {more} more nearby")] if more else result.bad
+                        bad = [*result.bad, Finding("", f"and at least {more:,} more")] if more else result.bad
                         raise DataError(findings=bad)
                     self._append(journal, output, chunk, result)
                     output.check_labels(self.sources[chunk.source].path)

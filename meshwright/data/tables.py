@@ -49,7 +49,8 @@ def choose(names: list[str], keys: Keys, file: str, what: str) -> list[str | Non
             fix = "Set text_key to the one that holds the text, or use prompt and response"
             findings.append(Finding(file, f"no {what} {keys.text!r}; the {what}s are {shown(names)}", fix))
     if keys.label is not None and keys.label not in names:
-        findings.append(Finding(file, f"no {what} {keys.label!r} for the label; the {what}s are {shown(names)}"))
+        told = f"no {what} {keys.label!r} for the label; the {what}s are {shown(names)}"
+        findings.append(Finding(file, told, "Set label_key to the one that holds the class"))
     if findings:
         raise DataError(findings=findings)
     return columns

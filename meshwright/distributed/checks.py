@@ -17,6 +17,7 @@ from pathlib import Path
 from meshwright.distributed.environment import STALE
 from meshwright.distributed.inventory import Machine, driver_gpus
 from meshwright.distributed.selftest import SelfTest
+from meshwright.errors import counted
 
 __all__ = ["Check", "check_machine", "check_selftest"]
 
@@ -64,7 +65,8 @@ def check_selftest(test: SelfTest) -> Check:
     pairs = [link for link in test.links if len(link.ranks) == 2]
     slow, fast = min(pairs, key=lambda link: link.bytes_per_s), max(pairs, key=lambda link: link.bytes_per_s)
     found = (
-        f"{len(pairs)} pairs right in {test.seconds:.1f} s; latency up to {max(p.latency_s for p in pairs) * 1e6:.0f} us, "
+        f"{counted(len(pairs), 'pair')} right in {test.seconds:.1f} s; "
+        f"latency up to {max(p.latency_s for p in pairs) * 1e6:.0f} us, "
         f"all-reduce {slow.bytes_per_s / GIB:.2f} to {fast.bytes_per_s / GIB:.2f} GiB/s"
     )
     # shared cores make the times of CPU ranks uneven by nature

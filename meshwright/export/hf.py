@@ -30,7 +30,7 @@ from meshwright.models.hf_weights import weight_map
 from meshwright.models.registry import build
 from meshwright.models.shards import SHARD_BYTES, Shards
 
-__all__ = ["Comparison", "Converted", "compare", "convert", "source_kind", "to_huggingface"]
+__all__ = ["Comparison", "Converted", "check_comparison", "compare", "convert", "source_kind", "to_huggingface"]
 
 _LOGIT_LIMIT_PARAMETERS = 2e9
 """Above this, two fp32 copies of the model are more than a comparison is worth: weights are compared instead."""
@@ -196,6 +196,13 @@ def _run(source: Path, load_run: LoadRun | None) -> Source:
     return load_run(source, None)
 
 
+def check_comparison(how: str) -> None:
+    """Refuse, before anything is written, a comparison that cannot be made here. Raises ConfigError."""
+    if how == "logits" and not find_spec("transformers"):
+        what = "needs transformers, which is not installed"
+        raise ConfigError(findings=[Finding("--compare logits", what, "pip install 'meshwright[hf]', or compare weights")])
+
+
 def compare(
     converted: Converted, source: str | Path, target: str | Path, how: str = "auto", load_run: LoadRun | None = None
 ) -> Comparison:
@@ -227,9 +234,7 @@ def _compare_weights(converted: Converted, ours: Path, theirs: Path, target: Pat
 
 @torch.no_grad()
 def _compare_logits(converted: Converted, ours: Path, theirs: Path, target: Path, load_run: LoadRun | None) -> Comparison:
-    if not find_spec("transformers"):
-        what = "needs transformers, which is not installed"
-        raise ConfigError(findings=[Finding("--compare logits", what, "pip install 'meshwright[hf]', or compare weights")])
+    check_comparison("logits")
     import transformers
 
     transformers.utils.logging.disable_progress_bar()

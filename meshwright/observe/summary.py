@@ -23,6 +23,8 @@ class Summary:
     tokens_per_s, samples_per_s, mfu: over the time without evaluation, the first step of each process left out (kernels are
     compiled and caches filled there), i.e. the mean of the steps' own figures weighed by their seconds; mfu of the newest
     process alone, since a measured peak is another one in each.
+    newest_tokens_per_s: the same of the newest process alone, where there are several: earlier ones may have had another number
+    of devices.
     peak_rate: FLOP/s of one device behind `mfu`; peak_source: where it comes from; devices: how many.
     usage: means and peaks of `meshwright.observe.resources.Usage` of rank 0.
     """
@@ -32,6 +34,7 @@ class Summary:
     seconds: float
     split: dict[str, float]
     tokens_per_s: float | None = None
+    newest_tokens_per_s: float | None = None
     samples_per_s: float | None = None
     mfu: float | None = None
     peak_rate: float | None = None
@@ -76,6 +79,7 @@ def summarise(
         seconds=wall,
         split=split,
         tokens_per_s=_steady(records, "tokens_per_s"),
+        newest_tokens_per_s=_steady(newest, "tokens_per_s") if len(newest) < len(records) else None,
         samples_per_s=_steady(records, "samples_per_s"),
         mfu=_steady(newest, "mfu"),
         peak_rate=peak_rate,
@@ -126,7 +130,10 @@ def rows_of(summary: Summary) -> list[tuple[str, str]]:
     if summary.best_val_loss is not None:
         rows.append(("best held-out loss", f"{summary.best_val_loss:.4f} at step {summary.best_step}"))
     if summary.tokens_per_s is not None:
-        rows.append(("tokens/s", f"{summary.tokens_per_s:,.0f} ({summary.tokens_per_s / summary.devices:,.0f} a device)"))
+        resumed = summary.newest_tokens_per_s
+        alone = (summary.tokens_per_s if resumed is None else resumed) / summary.devices
+        since = "" if resumed is None else " since the last resume"
+        rows.append(("tokens/s", f"{summary.tokens_per_s:,.0f} ({alone:,.0f} a device{since})"))
     if summary.samples_per_s is not None:
         rows.append(("samples/s", f"{summary.samples_per_s:,.2f}"))
     if summary.mfu is not None:

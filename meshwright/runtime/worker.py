@@ -37,9 +37,10 @@ from meshwright.observe.flops import peak_rate
 from meshwright.observe.metrics import MetricsWriter, read_metrics
 from meshwright.observe.noise import NoiseScale, batch_warning
 from meshwright.observe.progress import NullProgress, Progress, print_summary
+from meshwright.observe.report import summary_of
 from meshwright.observe.resources import Sampler, Usage
 from meshwright.observe.sinks import open_sink
-from meshwright.observe.summary import save_facts, summarise
+from meshwright.observe.summary import load_facts, save_facts, summarise
 from meshwright.observe.trace import Profile
 from meshwright.runtime.alike import code, settings
 from meshwright.runtime.corpus import Corpus
@@ -106,10 +107,11 @@ def run_on(job: Job, config: Config, plan: Plan, data: RunData, ranks: Ranks) ->
         stop = stack.enter_context(StopFlag())
         sampler = stack.enter_context(Sampler(ranks.device))
         run = build_context(job, config, plan, data, ranks, stop, stack)
+        begun = run.state.step
         outcome = train(run)
         usage = sampler.stop()
         if run.is_lead:
-            finish(job, run, outcome, usage)
+            finish(job, run, outcome, usage if run.state.step > begun else None)
         if outcome.finished and run.state.step and not run.state.updates:
             raise NumericsError(f"no step of {run.state.step} updated the weights: {NOTHING_UPDATED}")
     return outcome
@@ -203,17 +205,20 @@ def build_context(
     return run
 
 
-def finish(job: Job, run: Context, outcome: Outcome, usage: Usage) -> None:
-    """On the lead rank: the summary table, the report, the result."""
-    records = read_metrics(job.folder.metrics)
-    summary = summarise(
-        records,
-        devices=run.ranks.size,
-        peak_rate=run.recorder.figures.peak.rate,
-        peak_source=run.recorder.figures.peak.source,
-        usage=usage.to_dict(),
-    )
-    save_facts(job.folder.path, machine=_machine(run), summary=summary)
+def finish(job: Job, run: Context, outcome: Outcome, usage: Usage | None) -> None:
+    """On the lead rank: the summary table, the report, the result. usage: None where no step was taken, as in the resume of a
+    run that is finished: then devices, peak and usage stay those of the process whose steps the figures are of."""
+    if usage is None and load_facts(job.folder.path)[1]:
+        summary = summary_of(job.folder.path)
+    else:
+        summary = summarise(
+            read_metrics(job.folder.metrics),
+            devices=run.ranks.size,
+            peak_rate=run.recorder.figures.peak.rate,
+            peak_source=run.recorder.figures.peak.source,
+            usage=usage.to_dict() if usage else None,
+        )
+        save_facts(job.folder.path, machine=_machine(run), summary=summary)
     run.progress.note(f"ended: {outcome.reason}")
     if not outcome.finished and run.saved_at is not None:
         run.progress.note(f"saved at step {run.saved_at}; go on with: meshwright train --resume {job.folder.path}")

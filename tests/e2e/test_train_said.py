@@ -50,6 +50,9 @@ def test_a_profile_a_best_loss_and_a_finished_run_are_told(ranks, tmp_path):
     finished = "this run is finished: 6 steps of 6 done. To go on, raise train.steps"
     assert finished in prepared(config, run, resume=True)[1]
     assert finished not in prepared(config, run, "--train.steps=7", resume=True)[1]
+    before = (run / "summary.json").read_text()  # mutation tried: the devices of the process that took no step
+    e2e.train_in(ranks(1), config, run, resume=True)
+    assert json.loads(before)["devices"] == 2 and (run / "summary.json").read_text() == before
     e2e.train_in(ranks(1), config, run, "--train.steps=7", resume=True)
     assert e2e.column(run, "step") == list(range(1, 8))
 

@@ -325,6 +325,8 @@ def test_result_line_and_reasons() -> None:
     )
     assert failure_of(1, crash, 9.0) == "exit code 1: OutOfMemoryError: CUDA out of memory. Tried / 2 GiB"
     assert failure_of(-9, "one\nlast words\n\n", 9.0) == "exit code -9: last words"
+    box = "Root Cause (first observed failure):\n  traceback : Signal 6 (SIGABRT) received by PID 7\n======\n"
+    assert failure_of(1, box, 9.0) == "exit code 1: traceback : Signal 6 (SIGABRT) received by PID 7"
     assert failure_of(0, "", 9.0) == "exit code 0: no output"
     assert failure_of(None, "ValueError: x", 9.0) == "not done after 9 s"
 

@@ -39,3 +39,35 @@ def test_prepare_says_its_own_flags(tmp_path: Path, capsys):
     rows.write_text('{"text": "good"}\n')
     assert main(["prepare", str(rows), "-o", str(tmp_path / "out"), "--vocab", "300", "--objective", "classify"]) == 2
     assert "Set --label-key to the key that holds the class" in capsys.readouterr().err
+
+
+def test_generate_without_the_servers_packages_says_what_to_install(tmp_path: Path, capsys, monkeypatch):
+    # mutation tried: without the check the import of fastapi ends in a traceback
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for flags in (["--prompts", "p.txt", "--output", "a.jsonl"], ["--interactive"]):
+        assert main(["generate", str(tmp_path), *flags]) == 2
+        said = capsys.readouterr().err
+        assert f"{flags[0]}: runs on the engine of the server, which needs fastapi. Install it with: pip install" in said
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "Give one of --prompt TEXT, --prompts FILE with --output FILE, and --interactive" in capsys.readouterr().err
+
+
+def test_a_comparison_that_cannot_be_made_is_refused_before_anything_is_written(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr("meshwright.export.hf.find_spec", lambda name: None)
+    monkeypatch.setattr("meshwright.export.hf.source_kind", lambda source: "ours")
+    assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--compare", "logits"]) == 2
+    assert "--compare logits: needs transformers" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_warm_up_longer_than_the_epochs_is_told(tmp_path: Path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a few words"}\n' * 40)
+    config = tmp_path / "c.yaml"
+    config.write_text(
+        f"run: {{dir: {tmp_path}/run}}\nmodel: {{recipe: debug}}\n"
+        f"data: {{train: [{{path: {tmp_path}/rows.jsonl}}], seq_len: 16, tokenizer: {{vocab: 300}}, workers: 1}}\n"
+        "train: {epochs: 1, batch: 16, schedule: {warmup: 50}}\n"
+    )
+    assert main(["train", str(config), "--dry-run", "--nproc", "1", "--run.device=cpu"]) == 0
+    assert "train.schedule.warmup: 50 steps are more than the" in capsys.readouterr().out
+    assert main(["train", str(config), "--dry-run", "--nproc", "1", "--run.device=cpu", "--train.schedule.warmup=1"]) == 0
+    assert "train.schedule.warmup: 1" not in capsys.readouterr().out

@@ -38,14 +38,15 @@ def test_numbers_without_a_dot_are_numbers(tmp_path):
 def test_all_findings_at_once_with_line_and_suggestion(tmp_path):
     path = write(tmp_path, "train:\n  lrr: 0.1\n  batch: 0\nmodle:\n  layers: 2\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(path, ["--data.seq_lenn=3", "--steps=4"])
+        load_config(path, ["--data.seq_lenn=3", "--steps=4", "--dat.seq_len=3"])
     text = str(caught.value)
     assert f"{path}:2: train.lrr: unknown key. Did you mean 'lr'?" in text
     assert f"{path}:3: train.batch" in text and "greater than or equal to 1, not 0" in text
     assert f"{path}:4: modle: unknown key. Did you mean 'model'?" in text
     assert "--data.seq_lenn: unknown key. Did you mean 'seq_len'?" in text
     assert "--steps: unknown key. Did you mean 'train.steps'?" in text
-    assert len(caught.value.findings) == 5
+    assert "--dat.seq_len: dat: unknown key. Did you mean 'data'?" in text
+    assert len(caught.value.findings) == 6
 
 
 @pytest.mark.parametrize(

@@ -147,11 +147,12 @@ def test_a_held_out_part_that_would_be_empty_is_refused_with_the_numbers():
     assert (
         "data.valid_fraction" in text
         and "0.05 of 3 documents is 0 held out and 3 to train on" in text
-        and "Set it to 0.33 or more, or set it to 0" in text
+        and "Set it to 0.33 or more, or name files" in text
     )
     assert build_datasets(config(data={"valid_fraction": 0.33}), [counting([8] * 3)], [], Words())[1].rows == 1
     text = refusal(DataError, config(data={"valid_fraction": 0.5}, **asked), [counting([8])], [], Words())
-    assert "0.5 of 1 document is 0 held out" in text and "Set it to 0 for no evaluation, or name files" in text
+    assert "0.5 of 1 document is 0 held out" in text and "make several of it" in text
+    assert "name files in data.valid, or set evaluate.every to 0 for no evaluation" in text
     for fraction in (0.0, 0.05):  # where no figures were asked for, a corpus that is too small to share out does without
         train, valid = build_datasets(config(data={"valid_fraction": fraction}), [counting([8] * 3)], [], Words())
         assert train.rows == 3 and valid is None

@@ -198,6 +198,7 @@ def test_bad_rows_are_counted_when_asked(tmp_path: Path, tokenizer: Tokenizer) -
     assert (manifest.documents, manifest.skipped, manifest.empty) == (2, 2, 1)
     assert [line.split(": ")[0] for line in manifest.first_skipped] == [f"{source.path}, line 3", f"{source.path}, line 5"]
     assert "on_bad_row" in str(error.value) and not any("on_bad_row" in line for line in manifest.first_skipped)
+    assert not any("skip" in line for line in manifest.first_skipped), "they are skipped: that is no advice any more"
     TokenStore.open(tmp_path / "out", verify=True)
 
 

@@ -139,6 +139,8 @@ def test_a_summary_by_hand() -> None:
     # steps 2, 3, 5: (100*1 + 25*4 + 100*1) tokens in 6 s
     assert summary.tokens_per_s == 50.0 and summary.samples_per_s == 5.0
     assert summary.mfu == pytest.approx(0.2)  # of the newest process alone, whose peak it is a share of
+    # mutation tried: the rate of all processes over the newest one's devices, which gives 25
+    assert ("tokens/s", "50 (50 a device since the last resume)") in rows_of(summary)
     assert (summary.first_loss, summary.last_loss, summary.val_loss) == (4.0, 0.0, 2.0)
     assert summary.perplexity == pytest.approx(7.389056)
 

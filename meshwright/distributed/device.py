@@ -197,12 +197,15 @@ class Recorder:
 
     def __init__(self, device: torch.device):
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._first: torch.cuda.CUDAGraph | None = None
+        """Kept: torch 2.11 forgets the shared memory with the last recording that used it, and the next one then fails."""
 
     def record(self, call: Callable[[], object]) -> Callable[[], None]:
         """The launches of `call`, which is not computed by this. Other threads may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             call()
+        self._first = self._first or graph
         return graph.replay
 
 

@@ -1,7 +1,7 @@
 """Imported by the server that ranks are forked from: one tiny compilation, so that the second that a process's first one takes,
 nearly all of it for imports, is spent once and not by every rank.
 
-Forward alone where torch was built for an accelerator: there a backward starts threads, after which no fork can run one."""
+Not where torch was built for an accelerator: there autograd, which a compilation runs too, is of no use in any fork after it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ def _double(x: torch.Tensor) -> torch.Tensor:
     return (x * 2).sum()
 
 
-_compiled = torch.compile(_double, backend="aot_eager", fullgraph=True)
-_result = _compiled(torch.ones(2, requires_grad=True))
-if torch.accelerator.current_accelerator() is None:
-    _result.backward()
-torch.compiler.reset()
+if not torch.backends.cuda.is_built():
+    torch.compile(_double, backend="aot_eager", fullgraph=True)(torch.ones(2, requires_grad=True)).backward()
+    torch.compiler.reset()

@@ -25,6 +25,7 @@ output, and the next `run` starts on fresh ranks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import importlib
 import math
@@ -44,6 +45,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+from meshwright.distributed.worker import tie_to_parent
 
 __all__ = ["Pool", "Pools", "RankError", "joined", "layout_mesh", "mesh"]
 
@@ -98,13 +101,23 @@ class Pool:
             self.close()
         if not self._ranks:
             self._start()
+        self._signal(signal.SIGCONT)
         for rank in self._ranks:
             rank.pipe.send_bytes(pickle.dumps((sys.path, job)))
         try:
-            return self._collect(timeout)
+            results = self._collect(timeout)
         except BaseException:
             self.close()
             raise
+        self._signal(signal.SIGSTOP)
+        return results
+
+    def _signal(self, number: int) -> None:
+        """Ranks stand still between calls: every group has a thread that wakes a hundred times a second, and for the thousand of
+        them that a test run has in its idle pools the system took a quarter of two cores."""
+        for rank in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.process.pid, number)
 
     def close(self) -> None:
         for rank in self._ranks:
@@ -299,6 +312,7 @@ def _end_with(life: Connection) -> None:
 
 def _serve(pipe: Connection, life: Connection, rank: int, world: int, port: int, log: str) -> None:
     """A rank's whole life: join the group, then run one job after another until the test process goes away."""
+    tie_to_parent()  # the server of forks, which ends with the test process: a rank that stands still would not notice
     threading.Thread(target=_end_with, args=(life,), daemon=True).start()
     output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(output, 1)

@@ -30,6 +30,8 @@ _ERROR = re.compile(r"^[\s\[\]\w:.,]*?\b(\w*(?:Error|Exception|Interrupt)\b(?:: 
 _NOISE = ("ChildFailedError", "torch.distributed.elastic", "SignalException", "ProcessRaisedException")
 _GRACE = 10.0
 """Seconds that processes have to end by themselves after a time-out."""
+RANKS_A_CORE = 4
+"""Of a CPU: 8 ranks of a tiny shape on two cores show that a table runs, more would show nothing."""
 _SHORTEST = 30.0
 """Seconds below which no further engine is started: it would only be cut off."""
 
@@ -109,7 +111,7 @@ def planned(settings: Settings, outcome: Outcome) -> list[Task]:
     """The subprocesses of the suite on this machine."""
     accelerated = outcome.machine is not None and outcome.machine["type"] != "cpu"
     have = outcome.machine["count"] if outcome.machine else 1
-    have = have if accelerated else max(have, *settings.gpus)  # a CPU has as many ranks as are asked for
+    have = have if accelerated else max(have, RANKS_A_CORE * len(os.sched_getaffinity(0)))
     if settings.suite == "strategies":
         memory = outcome.machine["memory"] if outcome.machine is not None and accelerated else None
         return strategy_plan(settings, have, memory, outcome.strategies)

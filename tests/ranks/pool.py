@@ -113,8 +113,8 @@ class Pool:
         return results
 
     def _signal(self, number: int) -> None:
-        """Ranks stand still between calls: every group has a thread that wakes a hundred times a second, and for the thousand of
-        them that a test run has in its idle pools the system took a quarter of two cores."""
+        """Ranks stand still between calls: every group has a thread that wakes a hundred times a second, and a test run has
+        a thousand of them in its idle pools."""
         for rank in self._ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank.process.pid, number)

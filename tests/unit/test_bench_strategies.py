@@ -133,10 +133,13 @@ def test_the_page_holds_the_table_and_bars(tmp_path):
     assert "a &lt; b" in text and text.count("Plotly.newPlot(") == 2
 
 
-def test_a_peer_is_never_taken_for_one_of_our_rows():
+def test_a_peer_is_never_taken_for_one_of_our_rows(monkeypatch):
     # Red while the peer `ddp` had the name of our row: two engines became one, with the median of both.
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     outcome = Outcome(Settings(("smoke-encoder",), suite="strategies", peers="ddp", gpus=(8,)))
     tasks = planned(outcome.settings, outcome)
     names = [(task.engine, task.gpus) for task in tasks]
     assert len(set(names)) == len(names) and ("peer ddp", 8) in names and ("ddp", 8) in names
-    assert [task.refused for task in tasks] == [""] * len(tasks), "a CPU has as many ranks as are asked for"
+    assert [task.refused for task in tasks] == [""] * len(tasks), "a CPU has four ranks a core"
+    outcome = Outcome(Settings(("smoke-encoder",), suite="strategies", gpus=(9,)))
+    assert "needs 9 devices, here are 8" in {task.refused for task in planned(outcome.settings, outcome)}

@@ -1,7 +1,7 @@
 """Imported by the server that ranks are forked from: one tiny compilation, so that the second that a process's first one takes,
 nearly all of it for imports, is spent once and not by every rank.
 
-Not where torch was built for an accelerator: there autograd, which a compilation runs too, is of no use in any fork after it."""
+Not where torch was built for an accelerator: there autograd, which a compilation runs too, is of no use in a fork after it."""
 
 from __future__ import annotations
 

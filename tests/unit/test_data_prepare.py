@@ -370,19 +370,28 @@ def test_changes_begin_again_and_are_named(files: Source, tokenizer: Tokenizer, 
 
 
 SCRIPT = """
+import os
 import sys
+import time
 from meshwright.config.schema import Source
+from meshwright.data.journal import Journal
 from meshwright.data.prepare import prepare
 from meshwright.data.tokenizer import Tokenizer
+append = Journal.append
+def slowly(*args):
+    append(*args)
+    time.sleep(float(os.environ.get("EACH", "0")))
+Journal.append = slowly
 prepare([Source(path=sys.argv[1])], sys.argv[2], tokenizer=Tokenizer.load(sys.argv[3]), workers=2)
 """
 
 
-def start(corpus: Path, out: Path, tokenizer: Path) -> subprocess.Popen[bytes]:
+def start(corpus: Path, out: Path, tokenizer: Path, each: float = 0.0) -> subprocess.Popen[bytes]:
+    """each: seconds that it waits behind every record of its journal."""
     # no `__main__` guard on purpose: a user's script has none either
     out.parent.joinpath("run.py").write_text(SCRIPT)
     command = [sys.executable, str(out.parent / "run.py"), str(corpus), str(out), str(tokenizer)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2]), "EACH": str(each)}
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
 
 
@@ -427,7 +436,7 @@ def test_ctrl_c_leaves_no_process_and_goes_on(
     corpus: Path, tokenizer: Tokenizer, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
     tokenizer.save(tmp_path / "t")
-    process = start(corpus, tmp_path / "out", tmp_path / "t")
+    process = start(corpus, tmp_path / "out", tmp_path / "t", each=0.3)  # else the signal may come when it is through
     wait_for(lambda: journal_lines(tmp_path / "out") >= 2, process)
     children = psutil.Process(process.pid).children()
     assert children

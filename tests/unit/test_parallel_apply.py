@@ -184,7 +184,7 @@ def test_zero_forgets_and_full_precision_accumulates_in_the_flat_buffer():
 def test_backward_outside_a_scope_and_scopes_out_of_order_are_refused():
     engine = build(Job())
     loss = loss_sum(engine.model, *make_batch(0))
-    with pytest.raises(MeshwrightError, match=r"outside engine\.backward_scope"):
+    with pytest.raises(MeshwrightError, match=r"outside of a micro-batch \(engine\.backward_scope\)"):
         loss.backward()
     engine.zero()
     with engine.backward_scope(last=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import json
 import os
@@ -392,7 +393,9 @@ def start(corpus: Path, out: Path, tokenizer: Path, each: float = 0.0) -> subpro
     out.parent.joinpath("run.py").write_text(SCRIPT)
     command = [sys.executable, str(out.parent / "run.py"), str(corpus), str(out), str(tokenizer)]
     environment = {**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[2]), "EACH": str(each)}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+    # a shell starts what it runs in the background with SIGINT ignored, and children inherit that
+    listening = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, preexec_fn=listening)
 
 
 def children_gone(children: list[psutil.Process]) -> bool:

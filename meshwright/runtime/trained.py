@@ -46,15 +46,11 @@ def load_trained(
     path: a run folder, a folder of its checkpoints, a model folder of ours or of Hugging Face.
     Raises CheckpointError when there is no run, no whole checkpoint, or no tokenizer.
     """
-    checkpoint = Path(path) if (Path(path) / MANIFEST).is_file() else None
-    folder = RunFolder(path if checkpoint is None else checkpoint.absolute().parent.parent)
-    if not folder.config.is_file():
+    folder = run_folder(path)
+    if folder is None:
         return _load_folder(Path(path), device, dtype)
     with CheckpointStore(folder.checkpoints, write=False, report=print) as store:
-        found = checkpoint or (store.best() if best else store.newest())
-        if found is None:
-            what = "has no best checkpoint" if best else "has no whole checkpoint"
-            raise CheckpointError(findings=[Finding(str(folder.path), what, "Train it first")])
+        found = _checkpoint(store, folder, Path(path), best)
         held = inspect(found)
         names, meta = held["tensors"], held["meta"]
         config = Config.model_validate(meta["config"])  # not the file in the run folder, which anybody may have edited
@@ -87,8 +83,21 @@ def _load_folder(path: Path, device: torch.device | str, dtype: torch.dtype | No
     if (path / CONFIG).is_file():
         model, hf = load_hf(path, None, device, dtype)
         return Trained(model.eval(), hf.config, hf.task, Tokenizer.load(path), None, path)
+    raise _no_model(path)
+
+
+def _no_model(path: Path) -> CheckpointError:
     what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
-    raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+    return CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+
+
+def _checkpoint(store: CheckpointStore, run: RunFolder, path: Path, best: bool = False) -> Path:
+    """`path` where it is one itself, else the best or newest one of the run. Raises CheckpointError where there is none."""
+    found = path if (path / MANIFEST).is_file() else store.best() if best else store.newest()
+    if found is None:
+        what = "has no best checkpoint" if best else "has no whole checkpoint"
+        raise CheckpointError(findings=[Finding(str(run.path), what, "Train it first")])
+    return found
 
 
 def run_folder(path: str | Path) -> RunFolder | None:
@@ -118,9 +127,7 @@ def described(path: str | Path) -> tuple[ModelConfig, str]:
     path, run = Path(path), run_folder(path)
     if run is not None:
         with CheckpointStore(run.checkpoints, write=False, report=print) as store:
-            found = path if (path / MANIFEST).is_file() else store.newest()
-        if found is None:
-            raise CheckpointError(findings=[Finding(str(run.path), "has no whole checkpoint", "Train it first")])
+            found = _checkpoint(store, run, path)
         config = Config.model_validate(inspect(found)["meta"]["config"])
         load_modules(config.run.modules)
         return config.model, make_objective(config.objective, config.model.classes or 0).task
@@ -130,8 +137,7 @@ def described(path: str | Path) -> tuple[ModelConfig, str]:
     if (path / CONFIG).is_file():
         with HfFolder.open(path) as source:
             return source.hf.config, source.hf.task
-    what = f"is neither a run folder (no config.yaml) nor a model folder (no {DESCRIPTION}, no {CONFIG})"
-    raise CheckpointError(findings=[Finding(str(path), what, "Name a run.dir, or what `meshwright convert` wrote")])
+    raise _no_model(path)
 
 
 def continue_text(

@@ -68,18 +68,16 @@ class Fleet:
             if head != "lm":
                 found += encoder_findings({key: value for key, value in self.engine.items() if key not in AXES})
             kind = devices.pick(self.engine.get("device"))
-            have = devices.count(kind)
+            chosen = [str(index) for index in range(devices.count(kind))]
             if self.devices is not None:
-                devices.visible(self.devices, kind, have)
-                have = len(self.devices.split(","))
+                devices.visible(self.devices, kind, len(chosen))
+                chosen = self.devices.split(",")
             serving = choose_serving(
                 config,
                 head,
                 {key: self.engine[key] for key in AXES if key in self.engine},
-                devices=have,
-                device_bytes=None
-                if kind == "cpu"
-                else _memory(kind, 0 if self.devices is None else int(self.devices.split(",")[0])),
+                devices=len(chosen),
+                device_bytes=None if kind == "cpu" else _memory(kind, int(chosen[0])),
                 item=DTYPES[self.engine["dtype"]].itemsize if self.engine.get("dtype") in DTYPES else 2,
             )
         except UserError as error:

@@ -11,17 +11,12 @@ from typing import Any
 
 import torch
 
-from meshwright.config.load import load_config
 from meshwright.distributed import device as devices
-from meshwright.errors import Finding, UserError
-from meshwright.models.files import DESCRIPTION, read_description
-from meshwright.models.hf import CONFIG, HfFolder
-from meshwright.runtime.modules import load_modules
-from meshwright.runtime.trained import label_names, load_trained, run_folder
+from meshwright.errors import CheckpointError, Finding, UserError
+from meshwright.runtime.trained import described, label_names, load_trained
 from meshwright.serve.contract import Engine
 from meshwright.serve.encoder import EncoderEngine
 from meshwright.serve.engine import LLMEngine
-from meshwright.train.objectives import make_objective
 
 __all__ = ["DTYPES", "encoder_findings", "load_engine", "phase", "say", "task_of"]
 
@@ -33,18 +28,10 @@ OF_ENCODERS = ("device", "dtype", "dp")
 def task_of(source: str | Path) -> str:
     """Head of the model in a folder that `load_trained` reads: "lm", "mlm" or "classify". A folder that is none of them counts
     as "lm", and its loading says what is wrong with it."""
-    path = Path(source)
-    run = run_folder(path)
-    if run is not None:
-        config = load_config(str(run.config), []).config
-        load_modules(config.run.modules)
-        return make_objective(config.objective, config.model.classes or 0).task
-    if (path / DESCRIPTION).is_file():
-        return read_description(path).task
-    if (path / CONFIG).is_file():
-        with HfFolder.open(path) as folder:
-            return folder.hf.task
-    return "lm"
+    try:
+        return described(source)[1]
+    except CheckpointError:
+        return "lm"
 
 
 def load_engine(source: str | Path, *, name: str | None = None, **options: Any) -> Engine:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from meshwright.bench.measure import GIB, Laps, figures
+from meshwright.bench.measure import Laps
 from meshwright.bench.peers import PEERS, missing
-from meshwright.bench.peers.common import Job, TorchRows, parse, report, skip
+from meshwright.bench.peers.common import Job, TorchRows, measured, parse, report, skip
 from meshwright.distributed import device as devices
 
 
@@ -123,18 +123,7 @@ def train(job: Job, name: str) -> None:
         with job.device:
             model = hf_model(job)
         Kept(model=model, args=arguments, train_dataset=data, callbacks=[Clock()]).train()
-    seconds = laps.seconds()[job.warm - 1 :]
-    memory = devices.memory(job.device)
-    record = figures(
-        name,
-        seconds,
-        rows=job.workload.rows * job.world,
-        seq_len=job.workload.seq_len,
-        losses=(float(losses[0]), float(losses[-1])),
-        peak_gib=memory.allocated_peak / GIB,
-        reserved_gib=memory.reserved_peak / GIB,
-    )
-    report(job, record)
+    report(job, measured(job, name, laps, losses))
 
 
 if __name__ == "__main__":

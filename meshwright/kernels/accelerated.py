@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernels", "softmax_rows"]
+__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernels", "scaled_cast", "softmax_rows"]
 
 
 @functools.cache
@@ -28,6 +28,13 @@ def softmax_rows(device: torch.device) -> Callable[..., Any] | None:
     """The fused softmax, loss and gradient over rows of logits for tensors on `device`, or None."""
     kernels = None if device.type == "cpu" else _kernels()
     return None if kernels is None else kernels.softmax_rows
+
+
+def scaled_cast(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor] | None:
+    """The one-pass product with a 0-d factor, rounded to another dtype, for tensors on `device`, or None. torch's own takes
+    three times as long as its bytes where the dtypes differ (1.2 ms for 2.6e8 numbers on an H200)."""
+    kernels = None if device.type == "cpu" else _kernels()
+    return None if kernels is None else kernels.scaled_cast
 
 
 def optimizer_kernels(device: torch.device) -> ModuleType | None:

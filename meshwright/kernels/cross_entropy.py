@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from meshwright.kernels.accelerated import scaled_cast
 from meshwright.kernels.accelerated import softmax_rows as fast_softmax_rows
 from meshwright.spec.labels import IGNORE
 
@@ -77,14 +78,32 @@ def _softmax_rows(
     return loss_C, z_C, hit_C, x_CV.to(logits_CV.dtype)
 
 
+def _product(grad_CV: torch.Tensor, hidden_CD: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
+    """grad^T hidden [V, D], rounded no earlier than in `wide`."""
+    if wide == grad_CV.dtype:
+        return grad_CV.t() @ hidden_CD
+    if grad_CV.device.type == "cpu":  # mixed products exist on accelerators only
+        return grad_CV.t().to(wide) @ hidden_CD.to(wide)
+    return torch.mm(grad_CV.t(), hidden_CD, out_dtype=wide)
+
+
 def _accumulate(total_VD: torch.Tensor, grad_CV: torch.Tensor, hidden_CD: torch.Tensor) -> None:
     """total += grad^T hidden, the products rounded no earlier than in the dtype of `total`."""
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
-    elif total_VD.device.type == "cpu":  # mixed products exist on accelerators only
+    elif total_VD.device.type == "cpu":
         total_VD.addmm_(grad_CV.t().to(total_VD.dtype), hidden_CD.to(total_VD.dtype))
     else:
         torch.addmm(total_VD, grad_CV.t(), hidden_CD, out_dtype=total_VD.dtype, out=total_VD)
+
+
+def _scaled(stored: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """stored * factor (0-d) in one pass, rounded once, to `dtype`."""
+    kernel = scaled_cast(stored.device)
+    if kernel is not None:
+        return kernel(stored, factor, dtype)
+    # one dimension, since a 0-d factor would first be rounded to bf16
+    return torch.mul(stored, factor.reshape(1), out=torch.empty_like(stored, dtype=dtype))
 
 
 def _first_rows(x: torch.Tensor | None, rows: int) -> torch.Tensor | None:
@@ -113,9 +132,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss, z = hidden_ND.new_zeros((), dtype=wide), hidden_ND.new_zeros((), dtype=wide)
         correct = labels_N.new_zeros((), dtype=torch.int64)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wanted[0] else None
-        # One chunk needs no buffer to add into; fp16 always gets one, whose range holds the sum over a batch.
-        single = rows <= chunk and hidden_ND.dtype != torch.float16
-        grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if wanted[1] and not (single and rows) else None
+        # One chunk is not added to anything; fp16 is wide all the same, whose range holds the sum over a batch.
+        summed = hidden_ND.dtype if rows <= chunk and hidden_ND.dtype != torch.float16 else wide
+        grad_weight_VD = weight_VD.new_zeros(weight_VD.shape, dtype=wide) if wanted[1] and not rows else None
         grad_bias_V = weight_VD.new_zeros(weight_VD.shape[0], dtype=wide) if wanted[2] else None
         for start in range(0, rows, chunk):
             hidden_CD, labels_C = hidden_ND[start : start + chunk], labels_N[start : start + chunk]
@@ -134,7 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_ND[start : start + chunk])
             if wanted[1]:
                 if grad_weight_VD is None:
-                    grad_weight_VD = grad_CV.t() @ hidden_CD
+                    grad_weight_VD = _product(grad_CV, hidden_CD, summed)
                 else:
                     _accumulate(grad_weight_VD, grad_CV, hidden_CD)
             if grad_bias_V is not None:
@@ -152,8 +171,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for stored, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad, strict=False):
             if stored is None or not needed:
                 out.append(None)
-            else:  # one pass scales and casts; one dimension, since a 0-d factor would first be rounded to bf16
-                out.append(torch.mul(stored, grad.reshape(1), out=torch.empty_like(stored, dtype=dtype)))
+            else:
+                out.append(_scaled(stored, grad, dtype))
         return (*out, None, None, None, None)
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["adamw_", "sgd_", "softmax_rows"]
+__all__ = ["adamw_", "scaled_cast", "sgd_", "softmax_rows"]
 
 _LOWEST = -1.0e38
 """Start of a running maximum: finite, so that a difference of two of them is no NaN."""
@@ -193,7 +193,25 @@ def _sgd(
         tl.store(working_ptr + at, w.to(tl.float32), mask=inside)
 
 
+@triton.jit
+def _scaled_cast(x_ptr, out_ptr, factor_ptr, size, wide: tl.constexpr, block: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < size
+    x = tl.load(x_ptr + at, mask=inside, other=0.0).to(wide)
+    tl.store(out_ptr + at, x * tl.load(factor_ptr).to(wide), mask=inside)
+
+
 _BLOCK = 1024
+
+
+def scaled_cast(x: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x * factor in one pass: a contiguous tensor of x's shape and `dtype`. factor: 0-d, on the same device."""
+    x = x.contiguous()
+    out = torch.empty_like(x, dtype=dtype)
+    if size := x.numel():
+        block = 4 * _BLOCK  # 16 bytes a thread and more
+        _scaled_cast[(triton.cdiv(size, block),)](x, out, factor, size, wide=_wide(x.dtype), block=block, num_warps=8)
+    return out
 
 
 def adamw_(

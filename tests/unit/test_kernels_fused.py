@@ -80,3 +80,10 @@ def test_one_row_through_a_matrix(kind: str):
     residual stream as its own branch."""
     found = of("one_row_cases", kind)
     assert near(found) and len(found) >= len(one_row_cases.WIDTHS) * len(fused_cases.DTYPES)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "adamw", "sgd", "scaled"])
+def test_loss_and_optimizer(kind: str):
+    """Mutations tried, each red: no share of the smoothing; a skipped update that is made all the same; momentum that is
+    not stored; the factor rounded to bf16."""
+    assert near(of("training_cases", kind))

@@ -30,6 +30,7 @@ __all__ = [
     "default_ranks",
     "event",
     "fetch",
+    "kept_random",
     "mark",
     "memory",
     "memory_total",
@@ -176,6 +177,13 @@ def fetch(values: torch.Tensor) -> Callable[[], list[Any]]:
         return host.tolist()
 
     return wait
+
+
+def kept_random(device: torch.device) -> AbstractContextManager[object]:
+    """Random numbers that are drawn inside a `with` block, of the host's and of the device's generator, are drawn again after."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=())
+    return torch.random.fork_rng(devices=(device.index,), device_type=device.type)
 
 
 def pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Replays:
         self._bodies = [_Body(block) for block in blocks]
         self._recordings: dict[Key, _Recording] = {}
         self._watched: tuple[Key, list[bool]] | None = None
-        """Of the last pass that was watched: which arguments were the same for all blocks."""
+        """Of the last pass, if it was watched: which arguments were the same for all blocks."""
         self._going: _Pass | None = None
         self._last: weakref.ref[_Pass] | None = None
         """The last one that was replayed, as long as its autograd graph is there."""
@@ -95,7 +95,7 @@ class Replays:
         else:
             place = going.next(arguments)
             if number == len(self._bodies) - 1:
-                self._watched = going.close() or self._watched
+                self._watched = going.close()
                 self._going = None
         if place is None:
             return body.plain(*arguments, **named)

@@ -118,3 +118,126 @@ def test_losses_gradients_and_weights_have_the_same_bits(name, precision, record
     assert used.recorded == 2 * LAYERS and used.replayed == 2 * LAYERS * (STEPS * MICRO - 1)
 
 
+
+
+@pytest.mark.slow
+def test_compiled_blocks_are_recorded_without_compiling_anew(recorder):
+    """Their code is shared by the blocks, and by the aliases of their weights that a recording computes with."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    ours = train(engine_of("encoder", graphs=True, compile="eager"))
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    assert same(ours, train(engine_of("encoder", graphs=False, compile="eager")))
+    assert frames == torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # training, evaluation
+    assert recorder[0].replayed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_shapes_run_as_before(name, recorder):
+    """The last micro-batch of each step has one row; it never comes twice in a row, so it is not recorded."""
+    ours = train(engine_of(name, graphs=True), ragged=True)
+    assert same(ours, train(engine_of(name, graphs=False), ragged=True))
+    assert recorder[0].recorded == 2 * LAYERS and recorder[0].replayed == 2 * LAYERS * (STEPS * (MICRO - 1) - 1)
+
+
+def test_a_few_shapes_are_recorded_and_no_more(recorder):
+    ours, plain = engine_of("decoder", graphs=True), engine_of("decoder", graphs=False)
+    for rows in (1, 2, 3):
+        for engine in (ours, plain):
+            engine.zero()
+            engine.run(3, lambda model, n, rows=rows: model(**batch(0, n, rows)), 1e-2, lambda n, parts: None)
+            engine.finish()
+            engine.update(1e-2, 1.0)
+    assert all(torch.equal(a, b) for a, b in zip(ours.model.parameters(), plain.model.parameters(), strict=True))
+    assert recorder[0].recorded == 2 * 2 * LAYERS and recorder[0].replayed == 2 * 2 * 2 * LAYERS
+
+
+def test_packed_documents_are_copied_in(recorder):
+    """Documents, positions (hence the angles) and borders are other ones in each micro-batch, and the same for all blocks."""
+
+    def packed(step: int, number: int) -> dict[str, torch.Tensor]:
+        cut = 2 + (3 * step + number) % 7
+        row = torch.arange(LENGTH)
+        documents = (row >= cut).int().expand(ROWS, LENGTH).contiguous()
+        positions = torch.where(row >= cut, row - cut, row).expand(ROWS, LENGTH).contiguous()
+        borders = torch.tensor([0, cut, LENGTH, LENGTH + cut, *[2 * LENGTH] * 4], dtype=torch.int32)
+        return {"documents": documents, "positions": positions, "cu_seqlens": borders}
+
+    ours = train(engine_of("decoder", graphs=True), extra=packed)
+    assert same(ours, train(engine_of("decoder", graphs=False), extra=packed))
+    assert recorder[0].replayed
+
+
+def test_each_replay_draws_a_mask_of_its_own_and_recording_draws_none(recorder):
+    """Attention's dropout comes from the generator: with the same state as without recordings, the same masks."""
+
+    def losses(graphs: bool) -> list[Any]:
+        engine = engine_of("encoder", graphs=graphs, attention_dropout=0.5)
+        torch.manual_seed(4)
+        return train(engine)
+
+    assert same(losses(True), losses(False)) and recorder[0].replayed
+
+
+def test_two_forwards_before_a_backward(recorder):
+    """The second one of a pass that waits for its backward is called; its own recording would overwrite what that needs."""
+
+    def gradients(graphs: bool) -> list[torch.Tensor]:
+        engine = engine_of("encoder", graphs=graphs)
+        train(engine, steps=1)
+        engine.zero()
+        with engine.backward_scope(last=True):
+            sum(engine.model(**batch(5, n)).loss_sum for n in range(2)).backward()
+        engine.finish()
+        return [piece.tensor.clone() for piece in engine.gradient_state()]
+
+    ours = gradients(True)
+    replayed = recorder[0].replayed
+    assert all(torch.equal(a, b) for a, b in zip(ours, gradients(False), strict=True))
+    assert replayed == 2 * LAYERS * MICRO  # MICRO - 1 in the step, one here
+
+
+def test_a_forward_whose_backward_never_comes(recorder):
+    """As in a loop that skips a batch: when its graph is gone the next one is replayed."""
+    engine = engine_of("encoder", graphs=True)
+    train(engine, steps=1)
+    before = recorder[0].replayed
+    lost = engine.model(**batch(5, 0))
+    kept = engine.model(**batch(5, 1))
+    assert recorder[0].replayed == before + LAYERS
+    del lost, kept
+    engine.model(**batch(5, 1))
+    assert recorder[0].replayed == before + 2 * LAYERS
+
+
+def test_a_second_backward_is_refused(recorder):
+    engine = engine_of("encoder", graphs=True)
+    train(engine, steps=1)
+    engine.zero()
+    loss = engine.model(**batch(5, 0)).loss_sum
+    with engine.backward_scope(last=False):
+        loss.backward(retain_graph=True)
+    with pytest.raises(MeshwrightError, match="graphs: false"), engine.backward_scope(last=True):
+        loss.backward()
+
+
+def test_weights_that_are_elsewhere_are_not_replayed(recorder):
+    """Inside `masters` parameters are other memory; behind it they are where the recording looks for them."""
+    ours, plain = engine_of("decoder", graphs=True, precision="bf16"), engine_of("decoder", graphs=False, precision="bf16")
+    assert same(train(ours, steps=1), train(plain, steps=1))
+    before, losses = recorder[0].replayed, []
+    for engine in (ours, plain):
+        with engine.masters() as model:
+            losses.append(model(**batch(9, 0)).loss_sum.detach())
+    assert torch.equal(*losses) and recorder[0].replayed == before
+    assert same(train(ours, steps=1), train(plain, steps=1)) and recorder[0].replayed == before + 2 * LAYERS * MICRO
+
+
+def test_what_cannot_be_recorded_is_refused():
+    plan = Plan(graphs=True)
+    with pytest.raises(LayoutError, match="a cpu device does not record"):
+        engine_of("decoder", graphs=True)
+    with pytest.raises(LayoutError, match="only our own models"):
+        parallelize(Toy(), plan=plan, mesh=None, table=None, optimizer=OptimizerConfig(), device=CPU)

@@ -20,7 +20,7 @@ from meshwright.distributed.environment import read_world
 from meshwright.distributed.world import init_world
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import load_facts
-from meshwright.runtime.choose import bucket_mib, fill_layout
+from meshwright.runtime.choose import bucket_mib, fill_layout, with_graphs
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.worker import Job, RunData, run_on
 from meshwright.spec.counts import parameter_count
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--compile", default="auto")
     parser.add_argument("--dropout", type=float)
     parser.add_argument("--bucket", type=int, help="MiB of gradients reduced together; default: the rule of a plan")
-    parser.add_argument("--plan", help="keys of a plan, a JSON file or text; default: data parallel")
+    parser.add_argument("--plan", help="keys of a plan, a JSON file or text; default: data parallel, graphs by the rule")
     parser.add_argument("--tokens", help="file of int32 tokens (.npy) to read rows from; default: random rows")
     parser.add_argument("--rows", type=int, help="of the global batch; default: the workload's on every device")
     parser.add_argument("--lr", type=float)
@@ -64,9 +64,11 @@ def main() -> None:
     task = make_objective(config.objective, 0).task
     bucket = args.bucket or bucket_mib(parameter_count(config.model, task), args.precision)
     plan = Plan(Layout(dp_replicate=world.world), workload.rows, args.precision, mode, bucket_mib=bucket)
-    if args.plan:
-        given = read_plan(args.plan)
+    given = read_plan(args.plan) if args.plan else {}
+    if given:
         plan = replace(plan, **{**given, "layout": fill_layout(given.get("layout", {}), world.world)})
+    if "graphs" not in given:
+        plan = with_graphs(plan, config, device_type, task, None)
     folder = RunFolder(args.folder)
     if world.rank == 0:
         folder.create(resume=False)

@@ -30,6 +30,7 @@ __all__ = [
     "default_ranks",
     "event",
     "fetch",
+    "kept_random",
     "mark",
     "memory",
     "memory_total",
@@ -178,6 +179,14 @@ def fetch(values: torch.Tensor) -> Callable[[], list[Any]]:
     return wait
 
 
+def kept_random(device: torch.device) -> AbstractContextManager[object]:
+    """Random numbers that are drawn inside a `with` block, of the host's and of the device's generator, are drawn again after."""
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=())
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return torch.random.fork_rng(devices=(index,), device_type=device.type)
+
+
 def pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """On the host, where the device can copy from it without the host waiting; the memory is not used again before."""
     host = torch.from_numpy(numbers)
@@ -186,14 +195,15 @@ def pinned(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.empty(host.shape, dtype=host.dtype, pin_memory=True).copy_(host)
 
 
-def records(device: torch.device) -> bool:
+def records(device: torch.device | str) -> bool:
     """Whether the device can replay launches that it recorded, as a `Recorder` does."""
-    return device.type == "cuda"
+    return torch.device(device).type == "cuda"
 
 
 class Recorder:
     """Records what a call launches, for a device that `records`. What the calls allocate on their way is in memory that all
-    recordings share: none may be replayed beside another, and what outlives a call must be allocated before."""
+    recordings share: none may be replayed beside another, but one after another in the order of their recording. Of what outlives
+    a call the memory stays as long as some tensor over it is kept."""
 
     def __init__(self, device: torch.device):
         self._device, self._pool = device, torch.cuda.graph_pool_handle()

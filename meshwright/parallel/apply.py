@@ -22,6 +22,7 @@ from meshwright.parallel.engine import Engine, StepInfo
 from meshwright.parallel.expert import split_experts
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.foreign import StudiedParameters
+from meshwright.parallel.graphs import replay_blocks
 from meshwright.parallel.inputs import cast_buffers, cast_inputs
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
@@ -75,8 +76,9 @@ def parallelize(
     goes next, since it changes which block of a parameter exists here, then expert parallelism, which takes whole experts of
     what is left; then ties across stages, of whatever blocks those are. Context parallelism changes no parameter, only which
     positions there are and how attention sees the others; its exchanges are inside of blocks. Recompute wraps blocks as they
-    then are; compilation sees the recomputed block. Data parallelism is last, since it moves the parameters into its buffers
-    and hooks them: whatever replaced a parameter after that would be trained by nobody.
+    then are; compilation sees the recomputed block. Data parallelism comes after all that, since it moves the parameters into
+    its buffers and hooks them: whatever replaced a parameter after that would be trained by nobody. Recordings are of blocks as
+    they are then, over parameters that stay where they are.
     """
     sync = sync or SyncConfig()
     _check(plan, mesh, sync)
@@ -95,6 +97,7 @@ def parallelize(
     options |= {"dtype": dtype or working_dtype(plan.precision), "sharing": sharing, "unit": unit}
     options |= {} if label is None else {"label": label}
     parameters, gradients = _data_parallel(model, plan, axes, **options)
+    replay_blocks(model, plan, device)
     if not isinstance(model, Trunk):
         cast_inputs(model, options["dtype"])
         cast_buffers(model, parameters.persistent, options["dtype"])

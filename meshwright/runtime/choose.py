@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.config.schema import Config
+from meshwright.distributed.device import records
 from meshwright.errors import Finding, LayoutError
 from meshwright.plan.memory import WEIGHT_BYTES, state_bytes
 from meshwright.spec.context import resolved
@@ -17,13 +18,19 @@ from meshwright.spec.pipeline import alive, pipeline_actions
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
 
-__all__ = ["bucket_mib", "choose_plan", "compile_mode", "layout_name", "layouts", "memory_bytes"]
+__all__ = ["bucket_mib", "choose_plan", "compile_mode", "layout_name", "layouts", "memory_bytes", "with_graphs"]
 
 CPU_TOKENS = 2048
 """Tokens a micro-batch on CPU: past this, larger matrices are no faster and only cost memory."""
 GIB = 2**30
 SAFE_SHARE = 0.85
 """Share of a device that the rough estimate may fill: fragmentation, workspaces and communication buffers take the rest."""
+BLOCK_SECONDS = 1.5e-3
+"""Forward of a block below which the host is late with the launches of the next one. On an H200, where it takes 0.4 ms to launch
+a compiled block, kernels of a 24-layer encoder of width 1,024 (0.69 ms by this count) wait for it, those of BERT-large (2.06) and
+of a Llama of 1.2 billion parameters (4.98) do not."""
+BLOCK_FLOPS = 400e12
+"""A second, of matrix products in bf16 inside a block: what an H200 does."""
 MICRO_STEPS_A_STAGE = 4
 """Micro-batches a pipeline stage and step: the bubble of 1F1B, (pp - 1) / (m + pp - 1), is then below a fifth."""
 
@@ -59,9 +66,23 @@ def choose_plan(
         plan, reason = _first_that_fits(base, config, world, local or world, device_bytes, task)
     plan = replace(plan, context=resolved(plan, config.model))
     if "micro_batch" in given:  # more than a rank's rows would be padding
-        return replace(plan, micro_batch=min(given["micro_batch"], -(-config.train.batch // plan.layout.dp)), reason=reason)
-    micro, why = _micro_batch(plan, config, device_bytes, task)
-    return replace(plan, micro_batch=micro, reason=f"{reason}; {why}")
+        plan = replace(plan, micro_batch=min(given["micro_batch"], -(-config.train.batch // plan.layout.dp)), reason=reason)
+    else:
+        micro, why = _micro_batch(plan, config, device_bytes, task)
+        plan = replace(plan, micro_batch=micro, reason=f"{reason}; {why}")
+    return plan if "graphs" in given else with_graphs(plan, config, device_type, task, device_bytes)
+
+
+def with_graphs(plan: Plan, config: Config, device_type: str, task: str, device_bytes: int | None) -> Plan:
+    """The same plan with `graphs` where that is legal, fits, and a block's forward is so short (`BLOCK_SECONDS`) that the host is
+    what a step waits for: 2 operations a parameter and token, `BLOCK_FLOPS` a second."""
+    recorded = replace(plan, graphs=True)
+    if not records(device_type) or refused_for(recorded, config.model, task, config.data.seq_len):
+        return plan
+    tokens = plan.micro_batch * config.data.seq_len
+    seconds = 2 * rank_parameters(config.model, task, plan.layout).block * tokens / BLOCK_FLOPS
+    fits = device_bytes is None or _fits(recorded, config, plan.micro_batch, task, device_bytes)
+    return recorded if seconds < BLOCK_SECONDS and fits else plan
 
 
 def fill_layout(given: Mapping[str, int], world: int) -> Layout:
@@ -212,7 +233,8 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
     Tensor ranks share the first column, under sequence parallelism the second too; the third is whole on each. A stage of a
     pipeline keeps those of as many micro-batches as are under way. Context-parallel ranks have 1/cp of the tokens. Recompute
     has one whole layer beside them. And 8 bytes a logit for one chunk of the head. Activations in host memory are not taken
-    off.
+    off. Recorded blocks (`graphs`) keep their own gradients of weights, and of a token the gradient of each layer's input and a
+    dropout key.
     """
     model, optimizer, layout = config.model, config.train.optimizer, plan.layout
     e, tp = WEIGHT_BYTES[config.precision], plan.layout.tp
@@ -250,7 +272,8 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
     under_way = _under_way(plan, -(-config.train.batch // (layout.dp * micro_batch)))
     layers = model.layers / layout.pp * under_way * kept + (layer("none") if plan.recompute != "none" else 0)
     head = 8 * (model.vocab or 0) * min(tokens, 8192) / tp
-    return states.total + e * largest + tokens * layers + head
+    recorded = model.layers * (e * held.block + tokens * (e * model.width + 4)) if plan.graphs else 0
+    return states.total + e * largest + tokens * layers + head + recorded
 
 
 def _under_way(plan: Plan, steps: int) -> float:

@@ -13,6 +13,7 @@ from meshwright.checkpoint.retain import FolderLock, checkpoint_copies
 from meshwright.checkpoint.ticket import readable
 from meshwright.config.load import Resolved
 from meshwright.config.schema import Config
+from meshwright.distributed import device as devices
 from meshwright.errors import ConfigError, DataError, DeviceError, Finding, LayoutError, MeshwrightError, counted
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.sinks import missing_sinks
@@ -135,7 +136,7 @@ def _prepare(
     budget = total_steps(config.train, train_data.rows, config.data.seq_len)
     Profile(profile, total=budget.steps)
     if saved is not None and plan is None:
-        plan = _plan_before(folder, config, target.world, say)
+        plan = _plan_before(folder, config, target, say)
     chosen = choose_plan(
         config,
         world=target.world,
@@ -145,7 +146,7 @@ def _prepare(
         given=plan,
         local=target.local,
     )
-    if findings := _unfit(chosen, plan or {}, config, task):
+    if findings := _unfit(chosen, plan or {}, config, task, target.device_type):
         raise LayoutError(findings=findings)
     if saved is not None:
         refuse_other_replicas(config, chosen, saved[1], saved[0])
@@ -186,16 +187,17 @@ def _finished(config: Config, budget: Budget, saved: tuple[Path, dict[str, Any]]
     return f"this run is finished: {counted(step, 'step')} of {budget.steps or step} done. To go on, raise {raised}"
 
 
-def _plan_before(folder: RunFolder, config: Config, world: int, say: Callable[[str], None]) -> dict[str, Any] | None:
+def _plan_before(folder: RunFolder, config: Config, target: Target, say: Callable[[str], None]) -> dict[str, Any] | None:
     """What a resumed run keeps of its plan: all but what its config says, as long as it has as many ranks. Raises LayoutError
     for a plan.json that cannot be read."""
     if not folder.plan.exists():
         return None
-    before = Plan.load(folder.plan)
+    before, world = Plan.load(folder.plan), target.world
     if before.layout.world != world:
         say(f"the plan before was for {before.layout.world} ranks ({layout_name(before.layout)}): one for {world} is chosen")
         return None
     decided = {"precision", "compile", *(["micro_batch"] if config.train.micro_batch else [])}
+    decided |= set() if devices.records(target.device_type) else {"graphs"}
     return {key: value for key, value in before.to_dict().items() if key not in decided}
 
 
@@ -207,9 +209,11 @@ def _refuse_other_data(config: Config, saved: tuple[Path, dict[str, Any]]) -> No
     refuse_other_run({f"data.{key}": now[key] for key in keys}, {f"data.{key}": then.get(key) for key in keys}, path)
 
 
-def _unfit(plan: Plan, given: dict[str, Any], config: Config, task: str) -> list[Finding]:
+def _unfit(plan: Plan, given: dict[str, Any], config: Config, task: str, device_type: str) -> list[Finding]:
     """Why a plan cannot be used for this run. given: what of it was not chosen."""
     findings = refused_for(plan, config.model, task, config.data.seq_len)
+    if plan.graphs and not devices.records(device_type):
+        findings.append(Finding("plan.graphs", f"true, but a {device_type} device does not record launches", "Leave it out"))
     findings += sync_findings(config.train.sync, plan.layout)
     if config.compile != "auto" and given.get("compile", config.compile) != config.compile:
         what = f"says compile {given['compile']}, but the config says {config.compile}"

@@ -31,6 +31,7 @@ class Plan:
     """Layout and the knobs that change speed and memory but never the result (up to rounding).
 
     micro_batch: rows a forward on one rank. bucket_mib: gradients reduced together, in MiB of the reduce dtype.
+    graphs: forward and backward of each block are launched as one recording each, where batches have the same shapes.
     sequence_parallel: between the matrices of tensor-parallel layers a rank holds its share of the positions, not all.
     gather: ZeRO-3 gathers the weights of a block for forward and again for backward ("twice"), or keeps them from the first
     forward of a step to its last backward ("once").
@@ -47,6 +48,7 @@ class Plan:
     micro_batch: int = 1
     precision: str = "fp32"
     compile: str = "off"
+    graphs: bool = False
     overlap: bool = True
     bucket_mib: int = 32
     sequence_parallel: bool = True
@@ -73,7 +75,7 @@ class Plan:
                 findings.append(Finding(f"plan.{key}", f"{value!r} is not a whole number from 1 to {LARGEST - 1}"))
         if not isinstance(self.reason, str):
             findings.append(Finding("plan.reason", f"{self.reason!r} is no text"))
-        for key in ("overlap", "sequence_parallel", "offload_activations"):
+        for key in ("graphs", "overlap", "sequence_parallel", "offload_activations"):
             if not isinstance(getattr(self, key), bool):
                 findings.append(Finding(f"plan.{key}", f"{getattr(self, key)!r} is neither true nor false"))
         if findings:
@@ -96,6 +98,7 @@ class Plan:
             f"pipeline {layout.pp} x {self.chunks} ({self.schedule})" if layout.pp > 1 else "",
             f"recompute {self.recompute}" if self.recompute != "none" else "",
             "activations in host memory" if self.offload_activations else "",
+            "blocks replayed from recordings" if self.graphs else "",
             f"{self.offload} in host memory" if self.offload != "none" else "",
         ]
         summed = "fp64" if self.precision == "fp64" else "fp32"

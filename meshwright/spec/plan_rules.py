@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import Finding
 from meshwright.spec.context import context_findings
+from meshwright.spec.layout import Layout
 from meshwright.spec.model_rules import ARCHITECTURES
 from meshwright.spec.plan import Plan
 from meshwright.spec.sharding import expert_findings, nearest_divisors, tensor_findings
@@ -131,7 +132,23 @@ REFUSALS = (
         "whole weights are needed on the device without zero: 3",
         "Use zero: 3, or offload: optimizer",
     ),
+    Refusal(
+        "graphs",
+        lambda plan: plan.graphs and _blocks_communicate(plan.layout),
+        "blocks that exchange something with other ranks are not recorded",
+        "Leave it out, or use data parallelism with zero: 0, 1 or 2 alone",
+    ),
+    Refusal(
+        "graphs",
+        lambda plan: plan.graphs and (plan.recompute != "none" or plan.offload_activations),
+        "what a recording keeps for backward is neither recomputed nor moved to host memory",
+        "Leave it out, or use recompute: none and offload_activations: false",
+    ),
 )
+
+
+def _blocks_communicate(layout: Layout) -> bool:
+    return layout.tp * layout.pp * layout.cp * layout.ep > 1 or layout.zero == 3
 
 
 def refused(plan: Plan) -> list[Finding]:
@@ -147,6 +164,9 @@ def refused_for(plan: Plan, model: ModelConfig, task: str, seq_len: int) -> list
         sizes = f"tp {layout.tp}, pp {layout.pp}, cp {layout.cp}, ep {layout.ep}"
         what = f"{sizes}, but nothing says how the parameters and positions of {model.arch!r} are split"
         return [*found, Finding("plan.layout", what, "Use 1 for each of them with models of your own")]
+    if plan.graphs and (model.arch not in ARCHITECTURES or model.experts):
+        what = "true, but only our own models without experts are known to run block after block"
+        found.append(Finding("plan.graphs", what, "Leave it out"))
     found += expert_findings(model, layout.ep, layout.dp)
     if model.experts and layout.cp > 1:
         what = f"{layout.cp}, but the balance and the capacity of experts are counted by row, which cp splits"

@@ -42,6 +42,7 @@ def test_the_page_lists_exactly_what_is_refused():
         Plan(Layout(pp=2), schedule="zbv", chunks=2),
         Plan(Layout(pp=2), schedule="zero_bubble", chunks=2),
         Plan(Layout(dp_shard=2, zero=3), offload="parameters", recompute="full", recompute_every=2),
+        Plan(Layout(dp_replicate=2, dp_shard=2, zero=2), graphs=True, offload="optimizer", compile="inductor"),
     ],
 )
 def test_plans_that_run_are_not_refused(plan):
@@ -81,7 +82,32 @@ def test_chunks_must_suit_the_schedule():
     ):
         (found,) = refused(replace(pipeline, schedule=schedule, chunks=chunks))
         assert found.where == "plan.chunks" and why in found.what
-    assert {refusal.key for refusal in REFUSALS} == {*REFUSED, "chunks"}
+    assert {refusal.key for refusal in REFUSALS} == {*REFUSED, "chunks", "graphs"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (Plan(Layout(tp=2), graphs=True), "exchange something"),
+        (Plan(Layout(pp=2), graphs=True), "exchange something"),
+        (Plan(Layout(cp=2), graphs=True), "exchange something"),
+        (Plan(Layout(dp_replicate=2, ep=2), graphs=True), "exchange something"),
+        (Plan(Layout(dp_shard=2, zero=3), graphs=True), "exchange something"),
+        (Plan(graphs=True, recompute="selective"), "neither recomputed"),
+        (Plan(graphs=True, offload_activations=True), "neither recomputed"),
+    ],
+)
+def test_blocks_are_not_recorded_where_more_than_launches_is_needed(plan, why):
+    (found,) = refused(plan)
+    assert found.where == "plan.graphs" and why in found.what and found.fix
+    assert not refused(replace(plan, graphs=False))
+
+
+def test_only_our_own_dense_models_are_recorded():
+    experts = MODEL.model_copy(update={"experts": 4, "experts_per_token": 2})
+    for model in (experts, MODEL.model_copy(update={"arch": "mine"})):
+        (found,) = refused_for(Plan(graphs=True), model, "lm", 64)
+        assert found.where == "plan.graphs" and "own models without experts" in found.what
 
 
 def test_every_reason_at_once():

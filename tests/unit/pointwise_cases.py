@@ -35,7 +35,7 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def gradient_of(function: Any, x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """By autograd of the plain function, in fp64."""
-    leaf = x.double().requires_grad_()
+    leaf = x.double().clone().requires_grad_()
     function(leaf).backward(gradient.double())
     assert leaf.grad is not None
     return leaf.grad
@@ -56,37 +56,55 @@ def activations(kernels: Any, device: Any = "cpu") -> Iterator[tuple[str, float]
             yield f"swiglu gradient {name} {kind}", far(kernels.swiglu_gradient(gradient, x, rows), expected)
 
 
+def true_gelu(x: torch.Tensor) -> torch.Tensor:
+    """In fp64, every digit of the lower tail too: the ndtr of torch has none left there."""
+    return x.double() * torch.special.log_ndtr(x.double()).exp()
+
+
+def other_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """Of bf16: the share of elements that differ, and by how many units in the last place at most."""
+    apart = (found.view(torch.int16).int() - expected.view(torch.int16).int()).abs()
+    return float((apart > 0).double().mean()), float(apart.max())
+
+
 def tails(kernels: Any, device: Any = "cpu") -> Iterator[tuple[str, float]]:
-    """What is asked of exact GELU everywhere, in fp32: the value absolutely, and relative to itself; the slope absolutely. Then
-    the share of bf16 results that have other bits than torch's, and by how many units in the last place at most."""
+    """GELU over all of its range, in fp32: errors of the value, absolute, relative to it and where x is small, and of the slope;
+    then how rounding to bf16 compares with that of the true value, and with the bits of torch."""
     x = torch.linspace(-12.0, 12.0, 40001, dtype=torch.float32, device=device)
-    wide = x.double()
-    found, expected = kernels.gelu(x).double(), wide * torch.special.ndtr(wide)
-    yield "tails value", float(((found - expected).abs() / wide.abs().clamp(min=1.0)).max())
-    some = wide.abs() < 7.5
-    yield "tails relative", float(((found - expected).abs() / expected.abs().clamp(min=1e-300))[some & (wide != 0)].max())
-    small = wide.abs() < 0.5
-    yield "tails small", float(((found - expected).abs() / expected.abs().clamp(min=1e-300))[small & (wide != 0)].max())
+    found, expected = kernels.gelu(x).double(), true_gelu(x)
+    error = (found - expected).abs()
+    relative = torch.where(x == 0, 0.0, error / expected.abs())
+    yield "tails value", float(error.max() / 12.0)
+    yield "tails relative", float(relative[x.abs() <= 8.0].max())
+    yield "tails small", float(relative[x.abs() < 0.5].max())
     slope = kernels.gelu_gradient(torch.ones_like(x), x)
     yield "tails slope", far(slope, gradient_of(nn.functional.gelu, x, torch.ones_like(x)))
-    drawn_16 = torch.randn(200_000, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(device)
-    ours, theirs = kernels.gelu(drawn_16.float()).bfloat16(), nn.functional.gelu(drawn_16)
-    apart = (ours.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
-    yield "tails share of other bits", float((apart > 0).double().mean())
-    yield "tails units", float(apart.max())
-    edges = torch.tensor([float("inf"), float("-inf"), float("nan"), 1e30, -1e30, 0.0], device=device)
-    value = kernels.gelu(edges).cpu()
-    near = value[1].abs() < 1e-12 and value[4].abs() < 1e-12 and value[5] == 0
-    yield "edges", bool(value[0] == float("inf") and value[2].isnan() and value[3] == edges[3].cpu() and near)
+    normal = torch.randn(200_000, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16).to(device)
+    ours = kernels.gelu(normal.float()).bfloat16()  # rounded by torch: the interpreter cuts off
+    share, units = other_bits(ours, true_gelu(normal).float().bfloat16())
+    yield "tails share of other bits", share
+    yield "tails units", units
+    yield "tails share of other bits than torch", other_bits(ours, nn.functional.gelu(normal))[0]
+
+
+def edges(kernels: Any, device: Any = "cpu") -> Iterator[tuple[str, bool]]:
+    x = torch.tensor([float("inf"), 1e30, float("nan"), float("-inf"), -1e30, 0.0, -0.0], device=device)
+    value, slope = (y.tolist() for y in (kernels.gelu(x), kernels.gelu_gradient(torch.ones_like(x), x)))
+    yield "edges above", value[:2] == x[:2].tolist() and slope[:2] == [1.0, 1.0]
+    yield "edges no number", value[2] != value[2] and slope[2] != slope[2]
+    yield "edges below", max(map(abs, value[3:5] + slope[3:5])) < 1e-13
+    yield "edges zero", value[5:] == [0.0, 0.0] and slope[5:] == [0.5, 0.5]
 
 
 DROPPED = {"odd": ((3, 5, 13), 0.1, 2), "rows": ((2, 3, 1500), 0.5, -7), "of a row": ((9, 24), 0.9, 1)}
 
 
 def dropped(kernels: Any, device: Any = "cpu") -> Iterator[tuple[str, bool]]:
-    """The bits of the plain version, at keys of all sizes."""
+    """The bits of the plain version, at keys of all sizes. On a CPU bf16 is halved only, where nothing is to be rounded: the
+    interpreter would cut off."""
     for kind, dtype in {**DTYPES, "fp64": torch.float64}.items():
         for name, (shape, p, site) in DROPPED.items():
+            p = 0.5 if kind == "bf16" and str(device) == "cpu" else p
             x = drawn(*shape, dtype=dtype, device=device)
             keys = torch.randint(-(2**31), 2**31, shape[:-1], generator=torch.Generator().manual_seed(3)).to(torch.int32)
             found = kernels.dropped(x, keys.to(device), *dropout.in_words(site, p))
@@ -97,7 +115,7 @@ def main() -> None:
     from meshwright.kernels import pointwise_triton
 
     cases = {}
-    for of in (activations, tails, dropped):
+    for of in (activations, tails, edges, dropped):
         cases.update(of(pointwise_triton))
     print(json.dumps(cases))
 

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernels", "scaled_cast", "softmax_rows"]
+__all__ = [
+    "fused_kernels",
+    "one_row_kernels",
+    "optimizer_kernels",
+    "paged_kernels",
+    "pointwise_kernels",
+    "scaled_cast",
+    "softmax_rows",
+]
 
 
 @functools.cache
@@ -76,3 +84,15 @@ def one_row_kernels(device: torch.device) -> ModuleType | None:
     except ImportError:
         return None
     return one_row_triton
+
+
+@functools.cache
+def pointwise_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.pointwise_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import pointwise_triton
+    except ImportError:
+        return None
+    return pointwise_triton

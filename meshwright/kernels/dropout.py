@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["dropout", "keep_mask", "position_keys"]
+from meshwright.kernels.accelerated import pointwise_kernels
+
+__all__ = ["FEATURE", "FIRST", "SECOND", "dropout", "in_words", "keep_mask", "plain_dropout", "position_keys"]
 
 _WORD = 2**32
 _SEED, _HIGH, _SITE = 0x9E3779B9, 0x42B2AE35, 0x632BE5AB
 _SAMPLE, _POSITION = 0x5BD1E995, 0x27D4EB2F
-_FEATURE = 0x9E3779B1
+FEATURE = 0x9E3779B1
 """Odd, so that multiples differ modulo 2^32. _HIGH, _SAMPLE and _POSITION are under 2^31: times a word they fit int64."""
-_M1, _M2 = 0x7FEB352D, 0x846CA68B
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 """Odd multipliers; 16/15/16 shifts with these two are the low-bias 32-bit finaliser found by C. Wellons' search
 (https://nullprogram.com/blog/2018/07/31/)."""
 
@@ -31,8 +33,8 @@ def _signed(value: int) -> int:
 def _mix_number(x: int) -> int:
     """The finaliser on a Python integer: for what is known on the host."""
     x %= _WORD
-    x = (x ^ (x >> 16)) * _M1 % _WORD
-    x = (x ^ (x >> 15)) * _M2 % _WORD
+    x = (x ^ (x >> 16)) * FIRST % _WORD
+    x = (x ^ (x >> 15)) * SECOND % _WORD
     return x ^ (x >> 16)
 
 
@@ -49,9 +51,9 @@ def _times(x: torch.Tensor, factor: int) -> torch.Tensor:
 def _mix_(x: torch.Tensor) -> torch.Tensor:
     """The finaliser, in place where x is int32, without its last shift: what follows goes by the high bits."""
     x ^= (x >> 16) & 0xFFFF
-    x = _times(x, _signed(_M1))
+    x = _times(x, _signed(FIRST))
     x ^= (x >> 15) & 0x1FFFF
-    return _times(x, _signed(_M2))
+    return _times(x, _signed(SECOND))
 
 
 def _word(x: torch.Tensor) -> torch.Tensor:
@@ -88,16 +90,30 @@ def keep_mask(key_BS: torch.Tensor, features: int, site: int, p: float) -> torch
 
     site is any integer that names the place in the model; every place needs its own.
     """
-    features_D = _word(_multiple(torch.arange(features, device=key_BS.device), _FEATURE))
-    token_BS1 = _word(_wrapped(key_BS.long() + _signed(site * _SITE)))[..., None]
+    features_D = _word(_multiple(torch.arange(features, device=key_BS.device), FEATURE))
+    token_BS1 = _word(_wrapped(key_BS.long() + in_words(site, p)[0]))[..., None]
     bits_BSD = token_BS1 + features_D
     bits_BSD = _mix_(bits_BSD if bits_BSD.dtype == torch.int32 else _wrapped(bits_BSD))
-    return bits_BSD >= min(round(p * _WORD), _WORD - 1) - 2**31
+    return bits_BSD >= in_words(site, p)[1]
 
 
-def _scaled(x_BSD: torch.Tensor, key_BS: torch.Tensor, site: int, p: float) -> torch.Tensor:
+def in_words(site: int, p: float) -> tuple[int, int, float]:
+    """What is added to a key, an int32; the smallest int32 of a hash that keeps its element; and what it is then multiplied by."""
+    return _signed(site * _SITE), min(round(p * _WORD), _WORD - 1) - 2**31, 1.0 / (1.0 - p)
+
+
+def plain_dropout(x_BSD: torch.Tensor, key_BS: torch.Tensor, site: int, p: float) -> torch.Tensor:
+    """As `dropout`, for 0 < p < 1."""
     keep_BSD = keep_mask(key_BS, x_BSD.shape[-1], site, p)
-    return torch.where(keep_BSD, x_BSD * (1.0 / (1.0 - p)), 0.0)
+    return torch.where(keep_BSD, x_BSD * in_words(site, p)[2], 0.0)
+
+
+def _dropped(x_BSD: torch.Tensor, key_BS: torch.Tensor, site: int, p: float) -> torch.Tensor:
+    """`plain_dropout` in one kernel where there is one: without a compiler it is some thirty, and as many passes over memory."""
+    kernels = pointwise_kernels(x_BSD.device)
+    if kernels is None:
+        return plain_dropout(x_BSD, key_BS, site, p)
+    return kernels.dropped(x_BSD, key_BS, *in_words(site, p))
 
 
 class _Dropout(torch.autograd.Function):
@@ -107,12 +123,12 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx, x_BSD, key_BS, site, p):
         ctx.save_for_backward(key_BS)
         ctx.site, ctx.p = site, p
-        return _scaled(x_BSD, key_BS, site, p)
+        return _dropped(x_BSD, key_BS, site, p)
 
     @staticmethod
     def backward(ctx, grad_BSD):
         (key_BS,) = ctx.saved_tensors
-        return _scaled(grad_BSD, key_BS, ctx.site, ctx.p), None, None, None
+        return _dropped(grad_BSD, key_BS, ctx.site, ctx.p), None, None, None
 
 
 def dropout(x_BSD: torch.Tensor, key_BS: torch.Tensor | None, site: int, p: float) -> torch.Tensor:
@@ -124,5 +140,5 @@ def dropout(x_BSD: torch.Tensor, key_BS: torch.Tensor | None, site: int, p: floa
     if key_BS is None or p == 0.0:
         return x_BSD
     if torch.compiler.is_compiling():  # the partitioner finds by itself that the mask follows from the keys
-        return _scaled(x_BSD, key_BS, site, p)
+        return plain_dropout(x_BSD, key_BS, site, p)
     return _Dropout.apply(x_BSD, key_BS, site, p)

@@ -1,0 +1,157 @@
+"""Activations and dropout in one pass on an accelerator: right, eager and compiled, and as fast as memory; `pytest -m gpu -s
+tests/gpu/test_pointwise.py` prints the times of the kernels beside those that the compiler makes, in about a minute."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from meshwright.config.schema import ModelConfig
+from meshwright.kernels import dropout, pointwise
+from meshwright.models import build, initialize
+from meshwright.parallel.compile import compile_blocks
+from meshwright.parallel.recompute import recompute_blocks
+from meshwright.spec.plan import Plan
+from tests.unit import pointwise_cases as cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+if not torch.accelerator.is_available() or find_spec("triton") is None:
+    pytest.skip("no accelerator, or no Triton", allow_module_level=True)
+
+DEVICE = torch.accelerator.current_accelerator()
+LIMIT = {"fp32": 5e-7, "bf16": 2.0**-8, "fp16": 2.0**-10}
+"""Of one rounding, relative to the largest."""
+ENOUGH = 0.6
+"""Of the rate at which the device copies."""
+
+
+def kernels():
+    from meshwright.kernels import pointwise_triton
+
+    return pointwise_triton
+
+
+def seconds(call: Callable[[], object], times: int = 30) -> float:
+    for _ in range(3):
+        call()
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / times
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written."""
+    x = torch.empty(2**29, dtype=torch.bfloat16, device=DEVICE)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / seconds(lambda: y.copy_(x))
+
+
+# Mutations as in tests/unit/test_kernels_pointwise.py.
+def test_kernels_against_fp64():
+    wrong = {name: value for name, value in cases.activations(kernels(), DEVICE) if not value <= LIMIT[name.rsplit(" ", 1)[1]]}
+    assert not wrong, wrong
+    found = dict(cases.tails(kernels(), DEVICE))
+    print(found)
+    assert found["tails value"] < 2e-7 and found["tails slope"] < 5e-7 and found["tails small"] < 6e-7
+    assert found["tails relative"] < 2e-4 and found["tails units"] <= 1
+    assert found["tails share of other bits"] < 1e-3 and found["tails share of other bits than torch"] < 1e-3
+    found = {**dict(cases.edges(kernels(), DEVICE)), **dict(cases.dropped(kernels(), DEVICE))}
+    assert all(value is True for value in found.values()), found
+
+
+def test_dropout_in_eager_code_has_the_bits_of_the_plain_version():
+    x = cases.drawn(4, 8, 96, dtype=torch.bfloat16, device=DEVICE).requires_grad_()
+    keys = dropout.position_keys(5, torch.arange(4, device=DEVICE), torch.arange(8, device=DEVICE))
+    out = dropout.dropout(x, keys, 3, 0.1)
+    out.backward(out.detach())
+    assert torch.equal(out, dropout.plain_dropout(x, keys, 3, 0.1))
+    assert torch.equal(x.grad, dropout.plain_dropout(out, keys, 3, 0.1))
+
+
+def report(name: str, ours: float, other: float, moved: int, rate: float) -> None:
+    share, theirs = (moved / rate / spent for spent in (ours, other))
+    print(f"{name:18} {1e6 * ours:7.1f} us ({share:.0%} of copying)   otherwise {1e6 * other:7.1f} us ({theirs:.0%})")
+    assert share > ENOUGH, name
+
+
+def test_times():
+    rate = copy_rate()
+    print(f"\ncopies {rate / 1e12:.2f} TB/s")
+    for name, shape, arguments in (("gelu", (32768, 4096), ()), ("swiglu", (16384, 16384), (16,))):
+        x = cases.drawn(*shape, dtype=torch.float32, device=DEVICE).bfloat16()
+        ours = getattr(kernels(), name)
+        gradient_kernel = getattr(kernels(), f"{name}_gradient")
+        plain = torch.compile(getattr(pointwise, f"plain_{name}"), fullgraph=True, dynamic=False)
+        out = ours(x, *arguments)
+        moved, both = x.nbytes + out.nbytes, 2 * x.nbytes + out.nbytes
+        report(name, seconds(lambda: ours(x, *arguments)), seconds(lambda: plain(x, *arguments)), moved, rate)
+        leaf = x.clone().requires_grad_()
+        made = plain(leaf, *arguments)
+
+        def backward(made: torch.Tensor = made, leaf: torch.Tensor = leaf, out: torch.Tensor = out) -> object:
+            return torch.autograd.grad(made, leaf, out, retain_graph=True)
+
+        spent = seconds(lambda: gradient_kernel(out, x, *arguments))
+        report(f"{name} gradient", spent, seconds(backward), both, rate)
+        sizes(name, lambda: gradient_kernel(out, x, *arguments))
+    x = cases.drawn(64, 512, 1024, dtype=torch.float32, device=DEVICE).bfloat16()
+    keys = dropout.position_keys(5, torch.arange(64, device=DEVICE), torch.arange(512, device=DEVICE))
+    spent = seconds(lambda: kernels().dropped(x, keys, *dropout.in_words(1, 0.1)))
+    report("dropout", spent, seconds(lambda: dropout.plain_dropout(x, keys, 1, 0.1)), 2 * x.nbytes, rate)
+
+
+def sizes(name: str, call: Callable[[], object]) -> None:
+    """Other programs than the one chosen; none should be much faster."""
+    module = kernels()
+    chosen = module._BLOCK, module._WARPS
+    try:
+        for module._BLOCK, module._WARPS in ((512, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)):
+            print(f"    {name} gradient, {module._BLOCK} outputs by {module._WARPS} warps: {1e6 * seconds(call):.1f} us")
+    finally:
+        module._BLOCK, module._WARPS = chosen
+
+
+LAYERS = {
+    "gelu": (ModelConfig(layers=1, width=1024, heads=16, ffn=4096, vocab=64, max_len=512, dropout=0.1, activation="gelu"), 32),
+    "swiglu": (ModelConfig(layers=1, width=2048, heads=32, kv_heads=8, ffn=8192, vocab=64, max_len=2048), 4),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+def test_in_a_compiled_layer(name: str, recompute: str, monkeypatch: pytest.MonkeyPatch):
+    """Gradients of a layer with the operators against those without, and its time."""
+    config, rows = LAYERS[name]
+    torch.manual_seed(0)
+    x = torch.randn(rows, config.max_len, config.width, device=DEVICE).bfloat16()
+    gradient = torch.randn_like(x) / 64
+    tokens = torch.zeros(rows, config.max_len, dtype=torch.int64, device=DEVICE)
+    keys = dropout.position_keys(0, torch.arange(rows, device=DEVICE), torch.arange(config.max_len, device=DEVICE))
+    grads, times = [], []
+    for operators in (True, False):
+        torch.compiler.reset()
+        with monkeypatch.context() as changed:
+            if not operators:
+                changed.setattr(pointwise, "_TRITON", False)
+            model = build(config, "lm", torch.bfloat16)
+            initialize(model, 0, DEVICE)
+            recompute_blocks(model, Plan(recompute=recompute))
+            compile_blocks(model, "inductor")
+
+            def step(model: torch.nn.Module = model) -> None:
+                model.zero_grad()
+                model.run_layers(x, (0, 1), tokens, None, None, None, keys).backward(gradient)
+
+            times.append(seconds(step, 10))
+            grads.append([parameter.grad.float() for parameter in model.layers.parameters()])
+    print(f"\nlayer with {name}, recompute {recompute}: {1e3 * times[0]:.2f} ms, without operators {1e3 * times[1]:.2f} ms")
+    for a, b in zip(*grads, strict=True):
+        # Atomic sums of attention's backward may round otherwise from run to run, and bf16 has 8 bits.
+        assert float((a - b).abs().max()) <= 2**-5 * float(b.abs().max())

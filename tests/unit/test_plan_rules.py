@@ -42,6 +42,7 @@ def test_the_page_lists_exactly_what_is_refused():
         Plan(Layout(pp=2), schedule="zbv", chunks=2),
         Plan(Layout(pp=2), schedule="zero_bubble", chunks=2),
         Plan(Layout(dp_shard=2, zero=3), offload="parameters", recompute="full", recompute_every=2),
+        Plan(Layout(dp_replicate=2, dp_shard=2, zero=3, pp=2), precision="fp8", schedule="1f1b"),
     ],
 )
 def test_plans_that_run_are_not_refused(plan):
@@ -60,6 +61,7 @@ REFUSED = {
     "recompute_every": Plan(recompute_every=2),
     "offload_activations": Plan(offload_activations=True, recompute="selective"),
     "offload": Plan(Layout(dp_shard=2, zero=2), offload="parameters"),
+    "precision": Plan(Layout(tp=2), precision="fp8"),
 }
 
 
@@ -82,6 +84,16 @@ def test_chunks_must_suit_the_schedule():
         (found,) = refused(replace(pipeline, schedule=schedule, chunks=chunks))
         assert found.where == "plan.chunks" and why in found.what
     assert {refusal.key for refusal in REFUSALS} == {*REFUSED, "chunks"}
+
+
+def test_fp8_is_not_split_and_puts_nothing_off():
+    # Red without either refusal, and with cp or ep left out of the first.
+    for layout in (Layout(tp=2), Layout(cp=2), Layout(dp_replicate=2, ep=2)):
+        (found,) = refused(Plan(layout, precision="fp8"))
+        assert found.where == "plan.precision" and "whole rows and matrices" in found.what
+    for schedule, chunks in (("zero_bubble", 1), ("zbv", 2)):
+        (found,) = refused(Plan(Layout(pp=2), precision="fp8", schedule=schedule, chunks=chunks))
+        assert found.where == "plan.precision" and "put off" in found.what
 
 
 def test_every_reason_at_once():

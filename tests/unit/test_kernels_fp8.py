@@ -69,11 +69,12 @@ def test_what_8_bits_can_say_is_exact():
 
 
 def test_the_largest_is_never_cut_and_no_scale_overflows():
-    # Red when 1.75 goes to the next exponent, when what is above it does not, and without the least exponent.
-    largest = torch.tensor([448.0, 448.5, 449.0, 255.9, 1.0, 3.4e38, 1e-45, 1e-38, 0.0])
+    # Red when 1.75 goes to the next exponent, when the number after it does not, and without the least exponent.
+    after = float(torch.nextafter(torch.tensor(448.0), torch.tensor(449.0)))
+    largest = torch.tensor([448.0, after, 449.0, 255.9, 1.0, 3.4e38, 1e-45, 1e-38, 0.0])
     scale = scale_of(largest)
-    assert scale[:5].tolist() == [1.0, 2.0, 2.0, 1.0, 2.0**-8]
-    assert bool((largest / scale <= 448.0).all()) and bool((1 / scale).isfinite().all())
+    assert float(largest[1]) > 448.0 and scale[:5].tolist() == [1.0, 2.0, 2.0, 1.0, 2.0**-8]
+    assert bool((largest / scale <= 448.0).all()) and bool(((scale > 0) & (1 / scale).isfinite()).all())
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])

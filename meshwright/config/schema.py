@@ -317,9 +317,10 @@ class Config(Section):
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
-    precision: Literal["fp32", "fp64", "bf16", "fp16"] = Field(
+    precision: Literal["fp32", "fp64", "bf16", "fp16", "fp8"] = Field(
         "fp32",
-        description="Type of weights and activations in forward and backward; masters and moments are fp32 (fp64: fp64).",
+        description="Type of weights and activations in forward and backward; masters and moments are fp32 (fp64: fp64). "
+        "fp8: as bf16, but the linear layers of the blocks multiply in 8 bits while they are trained.",
     )
     compile: Literal["auto", "off", "eager", "inductor"] = Field(
         "auto", description="auto: Inductor on GPUs, off on CPU; eager: aot_eager."

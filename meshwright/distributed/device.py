@@ -31,6 +31,7 @@ __all__ = [
     "event",
     "fetch",
     "kept_random",
+    "fp8_findings",
     "mark",
     "memory",
     "memory_total",
@@ -263,6 +264,17 @@ def capability(device: torch.device) -> str:
         return ""
     major, minor = torch.cuda.get_device_capability(device)
     return f"{major}.{minor}"
+
+
+def fp8_findings(device: torch.device) -> list[Finding]:
+    """Why a device cannot train with `precision: fp8`; empty where it can. Products of e4m3 numbers have GPUs of NVIDIA from
+    compute capability 8.9 (Ada, Hopper) on, and a CPU emulates them."""
+    if device.type == "cpu":
+        return []
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9):
+        return []
+    what = f"fp8, but {name(device)} does not multiply in 8 bits as PyTorch offers it"
+    return [Finding("precision", what, "Use bf16 or fp16, or an NVIDIA GPU of compute capability 8.9 or more")]
 
 
 def visible(devices: str, device_type: str, have: int, env: Mapping[str, str] = os.environ) -> dict[str, str]:

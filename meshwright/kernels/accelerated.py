@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "fp8_kernels",
     "fused_kernels",
     "one_row_kernels",
     "optimizer_kernels",
@@ -96,3 +97,15 @@ def pointwise_kernels(device: torch.device) -> ModuleType | None:
     except ImportError:
         return None
     return pointwise_triton
+
+
+@functools.cache
+def fp8_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.fp8_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import fp8_triton
+    except ImportError:
+        return None
+    return fp8_triton

@@ -40,7 +40,7 @@ __all__ = [
     "training_flops",
 ]
 
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -165,9 +165,11 @@ def measure_matmul(device: torch.device | str, precision: str, *, size: int | No
 def peak_rate(device: torch.device | str, precision: str, device_name: str | None = None) -> Peak:
     """The peak that MFU is given against: the data sheet's, or, for an unknown device or precision, a measured one.
 
-    precision: fp32, fp64, bf16 or fp16; fp32 stands for TF32 where torch is told to use that for fp32 matmuls.
+    precision: as in a config; fp32 stands for TF32 where torch is told to use that for fp32 matmuls, fp8 for bf16, in which the
+    rest of such a run multiplies: shares of one peak can be compared, and there is no other peak of a mixture.
     """
     known = lookup(device_name) if device_name else None
+    precision = "bf16" if precision == "fp8" else precision
     key = "tf32" if precision == "fp32" and torch.backends.cuda.matmul.fp32_precision == "tf32" else precision
     if known is None or key not in known.peak:
         return measure_matmul(device, precision)

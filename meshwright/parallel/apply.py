@@ -23,6 +23,7 @@ from meshwright.parallel.expert import split_experts
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.foreign import StudiedParameters
 from meshwright.parallel.graphs import replay_blocks
+from meshwright.parallel.fp8 import multiply_in_fp8
 from meshwright.parallel.inputs import cast_buffers, cast_inputs
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
@@ -75,10 +76,10 @@ def parallelize(
     The order is the correctness rule. A pipeline stage comes first: what is not here needs nothing else. Tensor parallelism
     goes next, since it changes which block of a parameter exists here, then expert parallelism, which takes whole experts of
     what is left; then ties across stages, of whatever blocks those are. Context parallelism changes no parameter, only which
-    positions there are and how attention sees the others; its exchanges are inside of blocks. Recompute wraps blocks as they
-    then are; compilation sees the recomputed block. Data parallelism comes after all that, since it moves the parameters into
-    its buffers and hooks them: whatever replaced a parameter after that would be trained by nobody. Recordings are of blocks as
-    they are then, over parameters that stay where they are.
+    positions there are and how attention sees the others; its exchanges are inside of blocks. Then the linear layers of blocks
+    become those of fp8. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism comes
+    after all that, since it moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would
+    be trained by nobody. Recordings are of blocks as they are then, over parameters that stay where they are.
     """
     sync = sync or SyncConfig()
     _check(plan, mesh, sync)
@@ -88,6 +89,7 @@ def parallelize(
     stages.share(sharing)
     context = split_positions(model, plan, mesh)
     normed = place_batch_norms(model, mesh, batch_norm == "synchronised")
+    eight = multiply_in_fp8(model, plan, device)
     recompute_blocks(model, plan)
     compile_blocks(model, plan.compile, whole=plan.layout.ep == 1)
     axes = Axes.of(mesh, plan.layout.zero)
@@ -111,7 +113,7 @@ def parallelize(
         scaler=scaler,
         axes=axes,
         runner=stages.runner(),
-        notes=[note for note in (stages.note, "" if context is None else context.note, normed, exchanged) if note],
+        notes=[note for note in (stages.note, "" if context is None else context.note, normed, exchanged, eight) if note],
         compiled=plan.compile,
         local=local,
         balance=Balance.of(model, axes.data, axes.model.get("pp")),

@@ -11,14 +11,14 @@ from meshwright.config.schema import LossScaleConfig
 
 __all__ = ["LossScaler", "working_dtype"]
 
-_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 CEILING = 2.0**96
 """The scale never grows past this: a loss times the scale must stay finite in fp32."""
 
 
 def working_dtype(precision: str) -> torch.dtype:
-    """Dtype of the weights and activations for `plan.precision`."""
+    """Dtype of the weights and activations for `plan.precision`; of fp8, where only products are in 8 bits, bf16."""
     return _DTYPES[precision]
 
 

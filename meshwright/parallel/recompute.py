@@ -47,6 +47,7 @@ KEPT = frozenset(
         "meshwright::ring_attention",
         "meshwright::grouped_linear",
         "meshwright::deal",
+        "meshwright::fp8_multiply",
     }
 )
 """Operators whose outputs "selective" keeps: what torch dispatches for linear layers and attention on CPU and accelerators, the

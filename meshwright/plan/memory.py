@@ -8,7 +8,8 @@ from meshwright.spec.layout import Layout
 
 __all__ = ["BUCKETS_IN_FLIGHT", "WEIGHT_BYTES", "StateBytes", "state_bytes"]
 
-WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+WEIGHT_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Of fp8, which is how some of the products multiply, weights and activations are bf16."""
 BUCKETS_IN_FLIGHT = 4
 """Buckets of ZeRO-2 that exist at once: one being filled, one just started, two under way before it."""
 
@@ -49,7 +50,7 @@ def state_bytes(
     gather: str = "twice",
     offload: str = "none",
 ) -> StateBytes:
-    """With P parameters of w bytes (bf16 and fp16 2, fp32 4, fp64 8), g = max(w, 4), N = dp_shard cp, k tensors of optimizer
+    """With P parameters of w bytes (bf16, fp16 and fp8 2, fp32 4, fp64 8), g = max(w, 4), N = dp_shard cp, k tensors of optimizer
     state (moments, average where kept, masters where w < g), E parameters outside of the blocks and B in the largest block:
 
                     weights   gradients                  optimizer     gathered

@@ -78,6 +78,8 @@ def set_up(
     task = make_objective(resolved.config.objective, 2).task
     early = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
     early += missing_sinks(resolved.config.log)
+    if resolved.config.precision == "fp8":
+        early += devices.fp8_findings(devices.rank_device(target.device_type, 0))
     if early:
         raise ConfigError(findings=early)
     folder.create(resume=resume)

@@ -68,6 +68,9 @@ def resolve_plan(
     changed |= {} if micro_batch is None else {"micro_batch": micro_batch}
     plan = replace(plan, **changed)
     findings = refused(plan)
+    if plan.precision == "fp8":
+        what = "fp8, which runs of `meshwright train` have: which layers may multiply in it is not known of a module"
+        findings.append(Finding("plan.precision", what, "Use bf16"))
     if not findings and plan.layout.world != world:
         what = f"is for {plan.layout.world} ranks, but {world} were started"
         findings.append(Finding("plan.layout", what, f"Start {plan.layout.world}, or leave the data axes out"))

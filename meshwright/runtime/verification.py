@@ -61,6 +61,10 @@ class VerifyCommand:
 
         world = read_world()
         resolved = load_config(self.config, [*self.overrides, f"--precision={self.precision}"])
+        if self.precision == "fp8":
+            what = "fp8 rounds what ranks compute to 3 bits, and a number that lies between two of them to either"
+            fix = "Verify the same layouts with bf16, or fp64, which tells a mistake from rounding best"
+            raise ConfigError(findings=[Finding("--precision", what, fix)])
         load_modules(resolved.config.run.modules)
         if world.source != "single":
             return self._as_rank(resolved)

@@ -13,7 +13,7 @@ from meshwright.spec.layout import Layout
 __all__ = ["Plan", "read_plan"]
 
 _CHOICES = {
-    "precision": ("fp32", "fp64", "bf16", "fp16"),
+    "precision": ("fp32", "fp64", "bf16", "fp16", "fp8"),
     "compile": ("off", "eager", "inductor"),
     "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"),
     "recompute": ("none", "selective", "full"),

@@ -144,6 +144,18 @@ REFUSALS = (
         "what a recording keeps for backward is neither recomputed nor moved to host memory",
         "Leave it out, or use recompute: none and offload_activations: false",
     ),
+    Refusal(
+        "precision",
+        lambda plan: plan.precision == "fp8" and plan.layout.tp * plan.layout.cp * plan.layout.ep > 1,
+        "the scales of fp8 are those of whole rows and matrices, which tp, cp and ep split",
+        "Use bf16, or data parallelism, ZeRO and pipeline stages",
+    ),
+    Refusal(
+        "precision",
+        lambda plan: plan.precision == "fp8" and plan.layout.pp > 1 and plan.schedule in ("zero_bubble", "zbv"),
+        "fp8 does not put off the gradients of weights, which this schedule fills its bubble with",
+        "Use bf16, or schedule: 1f1b or interleaved",
+    ),
 )
 
 

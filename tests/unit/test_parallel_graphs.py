@@ -63,12 +63,13 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
 
 def engine_of(name: str, *, graphs: bool, precision: str = "fp32", compile: str = "off", ema: float = 0.0, **model) -> Engine:
     sizes = {"layers": LAYERS, "width": 32, "heads": 4, "ffn": 64, "vocab": 61, "max_len": LENGTH}
-    made = build(ModelConfig(**{**sizes, "dropout": 0.1, "attention_dropout": 0.0, **MODELS[name], **model}), {"encoder": "mlm", "decoder": "lm"}[name])
+    made = build(
+        ModelConfig(**{**sizes, "dropout": 0.1, "attention_dropout": 0.0, **MODELS[name], **model}),
+        {"encoder": "mlm", "decoder": "lm"}[name],
+    )
     initialize(made, 0, CPU)
     plan = Plan(micro_batch=ROWS, precision=precision, compile=compile, graphs=graphs)
-    return parallelize(
-        made.train(), plan=plan, mesh=None, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema
-    )
+    return parallelize(made.train(), plan=plan, mesh=None, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema)
 
 
 def batch(step: int, number: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -116,8 +117,6 @@ def test_losses_gradients_and_weights_have_the_same_bits(name, precision, record
     assert same(ours, train(engine_of(name, graphs=False, precision=precision, ema=0.5)))
     (used,) = recorder
     assert used.recorded == 2 * LAYERS and used.replayed == 2 * LAYERS * (STEPS * MICRO - 1)
-
-
 
 
 @pytest.mark.slow

@@ -43,6 +43,7 @@ def test_the_page_lists_exactly_what_is_refused():
         Plan(Layout(pp=2), schedule="zero_bubble", chunks=2),
         Plan(Layout(dp_shard=2, zero=3), offload="parameters", recompute="full", recompute_every=2),
         Plan(Layout(dp_replicate=2, dp_shard=2, zero=2), graphs=True, offload="optimizer", compile="inductor"),
+        Plan(Layout(dp_replicate=2, dp_shard=2, zero=3, pp=2), precision="fp8", schedule="1f1b"),
     ],
 )
 def test_plans_that_run_are_not_refused(plan):
@@ -61,6 +62,7 @@ REFUSED = {
     "recompute_every": Plan(recompute_every=2),
     "offload_activations": Plan(offload_activations=True, recompute="selective"),
     "offload": Plan(Layout(dp_shard=2, zero=2), offload="parameters"),
+    "precision": Plan(Layout(tp=2), precision="fp8"),
 }
 
 
@@ -108,6 +110,16 @@ def test_only_our_own_dense_models_are_recorded():
     for model in (experts, MODEL.model_copy(update={"arch": "mine"})):
         (found,) = refused_for(Plan(graphs=True), model, "lm", 64)
         assert found.where == "plan.graphs" and "own models without experts" in found.what
+
+
+def test_fp8_is_not_split_and_puts_nothing_off():
+    # Red without either refusal, and with cp or ep left out of the first.
+    for layout in (Layout(tp=2), Layout(cp=2), Layout(dp_replicate=2, ep=2)):
+        (found,) = refused(Plan(layout, precision="fp8"))
+        assert found.where == "plan.precision" and "whole rows and matrices" in found.what
+    for schedule, chunks in (("zero_bubble", 1), ("zbv", 2)):
+        (found,) = refused(Plan(Layout(pp=2), precision="fp8", schedule=schedule, chunks=chunks))
+        assert found.where == "plan.precision" and "put off" in found.what
 
 
 def test_every_reason_at_once():

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from meshwright.kernels.early import launch_options
 from meshwright.kernels.fused import GATES, Heads
 from meshwright.kernels.fused_triton import activated
 
@@ -35,6 +36,42 @@ MANY = 8192
 """Rows, or pairs, that keep all multiprocessors busy with four in a warp."""
 _KINDS = {name: number for number, name in enumerate(GATES)}
 _PLAIN = -1
+
+
+@triton.jit
+def _weights(source, column, mine, width: tl.constexpr, distance: tl.constexpr):
+    """Some columns of the rows at `source`, and of those that belong to them (the same where none do)."""
+    there = mine[:, None] & (column < width)
+    w = tl.load(source + column, mask=there, other=0.0, eviction_policy="evict_first")
+    u = w
+    if distance:
+        u = tl.load(source + distance * width + column, mask=there, other=0.0, eviction_policy="evict_first")
+    return w, u
+
+
+@triton.jit
+def _products(
+    a,
+    b,
+    w,
+    u,
+    x_ptr,
+    norm_ptr,
+    column,
+    width: tl.constexpr,
+    distance: tl.constexpr,
+    normed: tl.constexpr,
+    wide: tl.constexpr,
+):
+    """a and b with what these columns add to them."""
+    inside = column < width
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(wide)
+    if normed:
+        x *= tl.load(norm_ptr + column, mask=inside, other=0.0).to(wide)
+    a += w.to(wide) * x
+    if distance:
+        b += u.to(wide) * x
+    return a, b
 
 
 @triton.jit
@@ -65,10 +102,14 @@ def _row(
     wide: tl.constexpr,
     rows: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
     """count: rows of the matrix, or pairs of them. extent: the width again, for a loop that is not to be unrolled. distance:
     from a row to the one that belongs to it, in runs of as many; 0: none does. kind: of `activated`, or -1. features: not 0
-    where the result are heads, of which lane `group` is the key."""
+    where the result are heads, of which lane `group` is the key. early: of `kernels.early`: the first weights are on their way
+    before the kernel that writes x has ended."""
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     own = tl.program_id(0) * rows + tl.arange(0, rows)
     mine = own < count
@@ -76,19 +117,15 @@ def _row(
     a = tl.zeros([rows, block], wide)
     b = tl.zeros([rows, block], wide)
     source = weight_ptr + first.to(tl.int64)[:, None] * width
-    for start in range(0, width, block):
+    column = tl.arange(0, block)[None, :]
+    w, u = _weights(source, column, mine, width, distance)
+    if early:
+        tl.extra.cuda.gdc_wait()
+    a, b = _products(a, b, w, u, x_ptr, norm_ptr, column, width, distance, normed, wide)
+    for start in range(block, width, block):
         column = start + tl.arange(0, block)[None, :]
-        inside = column < width
-        there = mine[:, None] & inside
-        w = tl.load(source + column, mask=there, other=0.0, eviction_policy="evict_first")
-        if distance:
-            u = tl.load(source + distance * width + column, mask=there, other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_ptr + column, mask=inside, other=0.0).to(wide)
-        if normed:
-            x *= tl.load(norm_ptr + column, mask=inside, other=0.0).to(wide)
-        a += w.to(wide) * x
-        if distance:
-            b += u.to(wide) * x
+        w, u = _weights(source, column, mine, width, distance)
+        a, b = _products(a, b, w, u, x_ptr, norm_ptr, column, width, distance, normed, wide)
     y, z = tl.sum(a, 1), tl.sum(b, 1)
     if normed:  # x comes from the cache again: sums of squares beside the others would take registers from the reads of weights
         squares = tl.zeros([block], wide)
@@ -174,6 +211,7 @@ def _launch(
         turned=turned,
         wide=tl.float64 if x.dtype == torch.float64 else tl.float32,
         **{**chosen, "block": min(chosen["block"], most)},
+        **launch_options(),
     )
     return out
 

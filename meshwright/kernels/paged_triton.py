@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from meshwright.kernels.early import launch_options
 from meshwright.kernels.paged_attention import QUERIES, Pages, Singles
 
 __all__ = ["DECODE", "paged_attention"]
@@ -83,9 +84,13 @@ def _decode(
     lanes: tl.constexpr,
     columns: tl.constexpr,
     tile: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Grid K, D, S. alone: item, row and token are the same number; else items [D, 2] and tokens [D] say which. `sums`
     [D, K, S, G, E] (in fp32), `top` and `total` [D, K, S, G] are what the spans leave where there are several."""
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head, item, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(0)
     row = item if alone else tl.load(items_ptr + 2 * item)
@@ -174,8 +179,12 @@ def _attend(
     lanes: tl.constexpr,
     columns: tl.constexpr,
     tile: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Grid K, items: (sequence, its first query) of each."""
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head, item = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     row = tl.load(items_ptr + 2 * item)
@@ -253,6 +262,7 @@ def paged_attention(
             queries=QUERIES,
             tile=TILE,
             **sizes,
+            **launch_options(),
         )
     return out_THE
 
@@ -315,4 +325,5 @@ def _single_tokens(
         spans=SPANS,
         **_sizes(q_THE, keys, 1),
         **DECODE,
+        **launch_options(),
     )

@@ -117,15 +117,14 @@ def _row(
     a = tl.zeros([rows, block], wide)
     b = tl.zeros([rows, block], wide)
     source = weight_ptr + first.to(tl.int64)[:, None] * width
-    column = tl.arange(0, block)[None, :]
-    w, u = _weights(source, column, mine, width, distance)
+    lanes = tl.arange(0, block)[None, :]
+    w, u = _weights(source, lanes, mine, width, distance)
     if early:
         tl.extra.cuda.gdc_wait()
-    a, b = _products(a, b, w, u, x_ptr, norm_ptr, column, width, distance, normed, wide)
+    a, b = _products(a, b, w, u, x_ptr, norm_ptr, lanes, width, distance, normed, wide)
     for start in range(block, width, block):
-        column = start + tl.arange(0, block)[None, :]
-        w, u = _weights(source, column, mine, width, distance)
-        a, b = _products(a, b, w, u, x_ptr, norm_ptr, column, width, distance, normed, wide)
+        w, u = _weights(source, start + lanes, mine, width, distance)
+        a, b = _products(a, b, w, u, x_ptr, norm_ptr, start + lanes, width, distance, normed, wide)
     y, z = tl.sum(a, 1), tl.sum(b, 1)
     if normed:  # x comes from the cache again: sums of squares beside the others would take registers from the reads of weights
         squares = tl.zeros([block], wide)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernels", "softmax_rows"]
+__all__ = ["fused_kernels", "one_row_kernels", "optimizer_kernels", "paged_kernels", "rowwise_kernels", "softmax_rows"]
 
 
 @functools.cache
@@ -69,3 +69,15 @@ def one_row_kernels(device: torch.device) -> ModuleType | None:
     except ImportError:
         return None
     return one_row_triton
+
+
+@functools.cache
+def rowwise_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.rowwise_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import rowwise_triton
+    except ImportError:
+        return None
+    return rowwise_triton

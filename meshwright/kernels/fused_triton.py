@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright.kernels.early import launch_options
 from meshwright.kernels.fused import GATES, Heads
+from meshwright.kernels.rowwise_triton import as_stored
 
 __all__ = ["add_norm", "best", "gate", "turn_and_write"]
 
@@ -90,6 +91,7 @@ def _turn_and_write(
     tl.store(query, first, mask=(lane < group) & low)
     tl.store(query + half, second, mask=(lane < group) & high)
     place = (tl.load(slots_ptr + token) * kv_heads + kv_head) * features + column[None, :] + lane * 0
+    first, second = as_stored(first, keys_ptr), as_stored(second, keys_ptr)
     tl.store(keys_ptr + place, first, mask=(lane == group) & low)
     tl.store(keys_ptr + place + half, second, mask=(lane == group) & high)
     tl.store(values_ptr + place, first, mask=(lane == group + 1) & low)

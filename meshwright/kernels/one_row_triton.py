@@ -17,16 +17,21 @@ from torch import nn
 from meshwright.kernels.early import launch_options
 from meshwright.kernels.fused import GATES, Heads
 from meshwright.kernels.fused_triton import activated
+from meshwright.kernels.rowwise_triton import as_stored
 
 __all__ = ["gate_linear", "heads_linear", "linear", "sizes"]
 
 
-def sizes(count: int, paired: bool) -> dict[str, int]:
-    """rows: of a program, or pairs; block: columns at a time. For a matrix of `count` rows, or pairs of them.
+def sizes(count: int, paired: bool, narrow: bool = False) -> dict[str, int]:
+    """rows: of a program, or pairs; block: columns at a time. For a matrix of `count` rows, or pairs of them. narrow: of 8 bits,
+    of which a thread takes twice as many columns at a time.
 
     A multiprocessor needs about 40 KB on their way at any time. Of a large matrix warps have some rows each, which share the
     reads of x; of a small one there are not enough rows for that, and two warps share one. Either way no warp waits for another
     before the end. `bench.kernels` times others."""
+    if narrow:
+        rows = 2 if count >= MANY else 1
+        return {"rows": rows, "block": 512, "num_warps": 1} if rows > 1 else {"rows": 1, "block": 2048, "num_warps": 2}
     if count >= MANY:
         return {"rows": 4, "block": 256, "num_warps": 1}
     return {"rows": 1, "block": 1024 if paired else 2048, "num_warps": 2}
@@ -80,6 +85,7 @@ def _row(
     norm_ptr,
     weight_ptr,
     bias_ptr,
+    row_scale_ptr,
     residual_ptr,
     out_ptr,
     cos_ptr,
@@ -94,6 +100,7 @@ def _row(
     eps: tl.constexpr,
     normed: tl.constexpr,
     biased: tl.constexpr,
+    scaled: tl.constexpr,
     added: tl.constexpr,
     kind: tl.constexpr,
     group: tl.constexpr,
@@ -119,6 +126,10 @@ def _row(
     source = weight_ptr + first.to(tl.int64)[:, None] * width
     lanes = tl.arange(0, block)[None, :]
     w, u = _weights(source, lanes, mine, width, distance)
+    if scaled:
+        own_scale = tl.load(row_scale_ptr + first, mask=mine, other=0.0)
+        if distance:
+            other_scale = tl.load(row_scale_ptr + first + distance, mask=mine, other=0.0)
     if early:
         tl.extra.cuda.gdc_wait()
     a, b = _products(a, b, w, u, x_ptr, norm_ptr, lanes, width, distance, normed, wide)
@@ -134,6 +145,10 @@ def _row(
             squares += x * x
         scale = tl.rsqrt(tl.sum(squares, 0) / width + eps)
         y, z = y * scale, z * scale
+    if scaled:
+        y *= own_scale
+        if distance:
+            z *= other_scale
     if biased:
         y += tl.load(bias_ptr + first, mask=mine, other=0.0).to(wide)
         if distance:
@@ -153,6 +168,7 @@ def _row(
         tl.store(query + distance, z, mask=mine & (lane < group))
         kv_heads = 2 * count // (features * (group + 2))
         place = (tl.load(slots_ptr) * kv_heads + kv_head) * features + feature
+        y, z = as_stored(y, keys_ptr), as_stored(z, keys_ptr)
         tl.store(keys_ptr + place, y, mask=mine & (lane == group))
         tl.store(keys_ptr + place + distance, z, mask=mine & (lane == group))
         tl.store(values_ptr + place, y, mask=mine & (lane == group + 1))
@@ -174,6 +190,7 @@ def _launch(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    row_scale: torch.Tensor | None,
     *,
     residual: torch.Tensor | None = None,
     distance: int = 0,
@@ -184,13 +201,14 @@ def _launch(
     """Returns out. pages: keys, values, slots."""
     count = weight.shape[0] // (2 if distance else 1)
     turned = heads is not None and heads.cos is not None
-    chosen = sizes(count, bool(distance))
+    chosen = sizes(count, bool(distance), weight.element_size() == 1)
     most = max(16, triton.next_power_of_2(x.shape[-1]))
     _row[(triton.cdiv(count, chosen["rows"]),)](
         x,
         x if norm is None else norm.weight,
         weight,
-        weight if bias is None else bias,
+        x if bias is None else bias,
+        x if row_scale is None else row_scale,
         x if residual is None else residual,
         out,
         heads.cos if heads is not None and turned else x,
@@ -203,6 +221,7 @@ def _launch(
         eps=0.0 if norm is None else norm.eps,
         normed=norm is not None,
         biased=bias is not None,
+        scaled=row_scale is not None,
         added=residual is not None,
         kind=kind,
         group=0 if heads is None else heads.group,
@@ -220,23 +239,30 @@ def linear(
     norm: nn.RMSNorm | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     *,
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """weight times the norm of x, + residual. out: a contiguous row, where it goes."""
+    """weight (times a scale for each of its rows, fp32) times the norm of x, + residual. out: a contiguous row, where it goes."""
     shape = (*x.shape[:-1], weight.shape[0])
     y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out.view(shape)
-    return _launch(x, norm, weight, bias, y, residual=residual)
+    return _launch(x, norm, weight, bias, y, row_scale, residual=residual)
 
 
 def gate_linear(
-    x: torch.Tensor, norm: nn.RMSNorm | None, weight: torch.Tensor, bias: torch.Tensor | None, name: str, gate_rows: int
+    x: torch.Tensor,
+    norm: nn.RMSNorm | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    name: str,
+    gate_rows: int,
 ) -> torch.Tensor:
     """`kernels.fused.gate` of weight times the norm of x."""
     width = weight.shape[0] // (2 if gate_rows else 1)
     y = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
-    return _launch(x, norm, weight, bias, y, distance=gate_rows, kind=_KINDS[name])
+    return _launch(x, norm, weight, bias, y, row_scale, distance=gate_rows, kind=_KINDS[name])
 
 
 def heads_linear(
@@ -244,6 +270,7 @@ def heads_linear(
     norm: nn.RMSNorm | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     heads: Heads,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -252,4 +279,4 @@ def heads_linear(
     """`kernels.fused.turn_and_write` of weight times the norm of x; heads have no norms and an even number of features."""
     kv_heads, features = keys.shape[2:]
     q = torch.empty(1, kv_heads * heads.group, features, dtype=x.dtype, device=x.device)
-    return _launch(x, norm, weight, bias, q, distance=features // 2, heads=heads, pages=(keys, values, slots))
+    return _launch(x, norm, weight, bias, q, row_scale, distance=features // 2, heads=heads, pages=(keys, values, slots))

@@ -9,7 +9,8 @@ nothing, so how many are launched may be more than are needed.
 
 Programs of all key/value heads of a sequence are neighbours: a token's heads lie together, and are read at about the same time.
 
-fp64 tensors are computed in fp64, everything else in fp32. Shapes as in `kernels.paged_attention`; D sequences with one new
+fp64 tensors are computed in fp64, everything else in fp32; keys and values of 8 bits become those of the queries' dtype, which
+has them all, before they are multiplied. Shapes as in `kernels.paged_attention`; D sequences with one new
 token, S spans, G = H/K.
 """
 
@@ -122,6 +123,7 @@ def _decode(
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
         v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+        k, v = k.to(q.dtype), v.to(q.dtype)
         score = _score(q, k, known, key, position, scale, window, wide)
         top, total, sums = _add(score, v, top, total, sums, wide)
 
@@ -217,6 +219,7 @@ def _attend(
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
         v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
+        k, v = k.to(q.dtype), v.to(q.dtype)
         score = _score(q, k, known, key, position, scale, window, wide)
         top, total, sums = _add(score, v, top, total, sums, wide)
     total = tl.where(real, total, 1.0)

@@ -17,7 +17,7 @@ from torch import nn
 from meshwright.kernels.early import launch_options
 from meshwright.kernels.fused import GATES, Heads
 from meshwright.kernels.fused_triton import activated
-from meshwright.kernels.rowwise_triton import as_stored
+from meshwright.kernels.rowwise_triton import as_stored, widened
 
 __all__ = ["gate_linear", "heads_linear", "linear", "sizes"]
 
@@ -73,9 +73,9 @@ def _products(
     x = tl.load(x_ptr + column, mask=inside, other=0.0).to(wide)
     if normed:
         x *= tl.load(norm_ptr + column, mask=inside, other=0.0).to(wide)
-    a += w.to(wide) * x
+    a += widened(w, wide) * x
     if distance:
-        b += u.to(wide) * x
+        b += widened(u, wide) * x
     return a, b
 
 

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from meshwright.kernels.early import launch_options
 from meshwright.kernels.paged_attention import QUERIES, Pages, Singles
+from meshwright.kernels.rowwise_triton import widened
 
 __all__ = ["DECODE", "paged_attention"]
 
@@ -123,7 +124,7 @@ def _decode(
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
         v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = widened(k, q.dtype), widened(v, q.dtype)
         score = _score(q, k, known, key, position, scale, window, wide)
         top, total, sums = _add(score, v, top, total, sums, wide)
 
@@ -219,7 +220,7 @@ def _attend(
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
         v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k, v = widened(k, q.dtype), widened(v, q.dtype)
         score = _score(q, k, known, key, position, scale, window, wide)
         top, total, sums = _add(score, v, top, total, sums, wide)
     total = tl.where(real, total, 1.0)

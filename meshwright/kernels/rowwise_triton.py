@@ -8,15 +8,25 @@ import triton.language as tl
 
 from meshwright.kernels.early import launch_options
 
-__all__ = ["as_stored", "multiplies", "quantize_rows"]
+__all__ = ["as_stored", "multiplies", "quantize_rows", "widened"]
 
 
 @triton.jit
 def as_stored(x, pointer):
     """x in the dtype of what the pointer points to: 8 bits hold no more than 448, and NaN stays."""
     if pointer.dtype.element_ty == tl.float8e4nv:
-        x = tl.clamp(x.to(tl.float32), -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = x.to(tl.float32)
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(pointer.dtype.element_ty)
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """x in a dtype that has all of its numbers; nothing makes fp64 of 8 bits at once."""
+    if dtype == tl.float64:
+        if x.dtype == tl.float8e4nv:
+            x = x.to(tl.float32)
+    return x.to(dtype)
 
 
 @triton.jit

@@ -1,10 +1,12 @@
 """Times the kernels of a decode step one by one, beside the bytes that each must move.
 
-python -m meshwright.bench.kernels [llama-1b] [--rows 1 256] [--context 256 1150] [--all] [--smoke]
+python -m meshwright.bench.kernels [llama-1b] [--rows 1 256] [--context 256 1150] [--all] [--fp8] [--no-early]
+                                                        [--smoke]
 
 Lines of JSON: what, microseconds of one call, 10^9 bytes/s, and the sizes it was compiled for where they are not those that
-serving uses. --all tries others, so that those of serving can be chosen again for another device. Matrices and pages are as
-many as no cache holds, as in a model, and calls are recorded where the device can: no launch is timed.
+serving uses. --all tries others, so that those of serving can be chosen again for another device. --fp8: matrices and pages of
+8 bits. --no-early: each kernel waits for the end of the one before. Matrices and pages are as many as no cache holds, as in a
+model, and calls are recorded where the device can: no launch is timed.
 """
 
 from __future__ import annotations
@@ -19,17 +21,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from meshwright.bench.measure import median_seconds
 from meshwright.config.recipes import recipe
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed import device as devices
-from meshwright.kernels import fused, one_row
+from meshwright.kernels import early, fused, one_row
 from meshwright.kernels.accelerated import one_row_kernels, paged_kernels
 from meshwright.kernels.fused import Heads
 from meshwright.kernels.paged_attention import Singles, paged_attention
+from meshwright.kernels.rowwise import ScaledLinear, to_e4m3
 
 SMALL = {"width": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512}
 SCRATCH = 512 << 20
@@ -53,10 +55,10 @@ def main() -> None:
     args = arguments()
     device = devices.rank_device(devices.pick(), 0)
     devices.set_current(device)
-    shape = Shape(ModelConfig(**{**recipe(args.recipe), **(SMALL if args.smoke else {})}), device, args.smoke)
-    with torch.inference_mode():
+    shape = Shape(ModelConfig(**{**recipe(args.recipe), **(SMALL if args.smoke else {})}), device, args.smoke, args.fp8)
+    with torch.inference_mode(), swapped(early, "ALLOWED", args.early and early.ALLOWED):
         for record in itertools.chain(
-            matrices(shape, args.all),
+            matrices(shape, args.rows, args.all),
             *(between(shape, rows) for rows in args.rows),
             *(attention(shape, *sizes, args.all) for sizes in itertools.product(args.rows, args.context)),
         ):
@@ -69,6 +71,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256], help="sequences of a step")
     parser.add_argument("--context", type=int, nargs="+", default=[256, 1150], help="tokens of each")
     parser.add_argument("--all", action="store_true", help="other sizes of kernels too")
+    parser.add_argument("--fp8", action="store_true", help="matrices and pages of 8 bits")
+    parser.add_argument("--no-early", dest="early", action="store_false", help="no kernel begins while another one ends")
     parser.add_argument("--smoke", action="store_true", help="tiny numbers in place of the recipe's")
     return parser.parse_args()
 
@@ -76,8 +80,9 @@ def arguments() -> argparse.Namespace:
 class Shape:
     """Of a model's matrices and heads, and where they are timed."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, small: bool):
-        self.config, self.device = config, device
+    def __init__(self, config: ModelConfig, device: torch.device, small: bool, narrow: bool):
+        """narrow: matrices and pages of 8 bits."""
+        self.config, self.device, self.narrow = config, device, narrow
         self.dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         self.kv_heads = config.kv_heads or config.heads
         self.features = config.head_dim or config.width // config.heads
@@ -90,10 +95,19 @@ class Shape:
     def some(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)
 
+    def pages(self, count: int) -> torch.Tensor:
+        made = self.some(count, PAGE, self.kv_heads, self.features)
+        return to_e4m3(made) if self.narrow else made
+
+    def matrix(self, rows: int, columns: int) -> nn.Module:
+        made = nn.Linear(columns, rows, bias=False, device="meta", dtype=self.dtype).to_empty(device=self.device)
+        made.requires_grad_(False).weight.normal_(0.0, 0.02)
+        return ScaledLinear(made.weight, None) if self.narrow else made
+
     def heads(self, rows: int) -> tuple[Heads, torch.Tensor, torch.Tensor, torch.Tensor]:
         """With pages, and a slot for each row."""
         angles = torch.rand(2, rows, self.features // 2, device=self.device)
-        pools = [self.some(-(-rows // PAGE), PAGE, self.kv_heads, self.features) for _ in "kv"]
+        pools = [self.pages(-(-rows // PAGE)) for _ in "kv"]
         return Heads(self.group, None, None, *angles), pools[0], pools[1], torch.arange(rows, device=self.device)
 
     def timed(self, calls: Sequence[Callable[[], object]]) -> float:
@@ -125,8 +139,9 @@ def swapped(module: ModuleType | None, name: str, value: object) -> Iterator[Non
             setattr(module, name, own)
 
 
-def matrices(shape: Shape, every: bool) -> Iterator[Record]:
-    """A single row through each matrix, with what is around it; and through the matrix alone as torch does it."""
+def matrices(shape: Shape, rows_of: Sequence[int], every: bool) -> Iterator[Record]:
+    """A single row through each matrix, with what is around it; and rows through the matrix alone as torch does it. The output
+    matrix has never 8 bits."""
     config = shape.config
     sizes = {
         "qkv": (shape.lines, config.width),
@@ -137,28 +152,30 @@ def matrices(shape: Shape, every: bool) -> Iterator[Record]:
     }
     kernels = one_row_kernels(shape.device)
     for name, (rows, columns) in sizes.items():
-        moved = rows * columns * shape.dtype.itemsize
-        modules = []
-        for _ in range(max(1, shape.scratch // moved)):
-            module = nn.Linear(columns, rows, bias=False, device="meta", dtype=shape.dtype).to_empty(device=shape.device)
-            module.requires_grad_(False).weight.normal_(0.0, 0.02)
-            modules.append(module)
+        if name == "head" and shape.narrow:
+            continue
+        moved = rows * columns * (1 if shape.narrow else shape.dtype.itemsize)
+        modules = [shape.matrix(rows, columns) for _ in range(max(1, shape.scratch // moved))]
+        for count in rows_of:
+            many = shape.some(1, count, columns)
+            seconds = shape.timed([functools.partial(module, many) for module in modules])
+            yield said(f"{name} by torch", seconds, moved, rows=count)
         x = shape.some(1, 1, columns)
-        yield said(f"{name} by torch", shape.timed([functools.partial(F.linear, x, m.weight) for m in modules]), moved)
         calls = [functools.partial(_row, shape, name, x, shape.some(1, 1, rows), module, shape.heads(1)) for module in modules]
         yield said(name, shape.timed(calls), moved)
         for lines, block, warps in ROW_SIZES if every and kernels is not None else []:
             chosen = {"rows": lines, "block": block, "num_warps": warps}
-            with swapped(kernels, "sizes", lambda count, paired, chosen=chosen: chosen):
+            with swapped(kernels, "sizes", lambda *_, chosen=chosen: chosen):
                 yield said(name, shape.timed(calls), moved, **chosen)
 
 
-def _row(shape: Shape, name: str, x: torch.Tensor, residual: torch.Tensor, module: nn.Linear, heads: tuple[Any, ...]) -> object:
+def _row(shape: Shape, name: str, x: torch.Tensor, residual: torch.Tensor, module: nn.Module, heads: tuple[Any, ...]) -> object:
     if name == "qkv":
         return one_row.heads_linear(x, None, shape.norm, module, *heads)
     if name == "up":
         return one_row.gate_linear(x, None, shape.norm, module, "swiglu", 16)
     if name == "head":
+        assert isinstance(module, nn.Linear)
         return one_row.vocabulary_linear(x, None, shape.norm, module.weight, None, None)
     return one_row.linear(x, module, residual)
 
@@ -180,10 +197,10 @@ def between(shape: Shape, rows: int) -> Iterator[Record]:
 
 def attention(shape: Shape, rows: int, context: int, every: bool) -> Iterator[Record]:
     """Of one new token of each sequence, over pages in random order."""
-    moved = 2 * rows * context * shape.kv_heads * shape.features * shape.dtype.itemsize
+    moved = 2 * rows * context * shape.kv_heads * shape.features * (1 if shape.narrow else shape.dtype.itemsize)
     width = -(-context // PAGE)
     layers = max(1, min(64, shape.scratch // moved))
-    pools = [[shape.some(rows * width, PAGE, shape.kv_heads, shape.features) for _ in "kv"] for _ in range(layers)]
+    pools = [[shape.pages(rows * width) for _ in "kv"] for _ in range(layers)]
     tables = torch.randperm(rows * width).view(rows, width).to(torch.int32).to(shape.device)
     slots = torch.zeros(rows, dtype=torch.int64, device=shape.device)
     pages = Singles(slots, tables, torch.full((rows,), context, dtype=torch.int32, device=shape.device))

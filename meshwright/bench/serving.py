@@ -1,7 +1,8 @@
 """Our own side of a serving measurement: an engine with random weights of a recipe, and random prompts, all queued at once.
 
 python -m meshwright.bench.serving llama-1b --requests 256 --prompt 512 --answer 256 [--running 256] [--smoke]
-                                            [--eager] [--profile FILE]
+                                            [--quantization fp8] [--kv-cache-dtype fp8]
+                                            [--eager] [--no-early] [--profile FILE]
 
 An answer has exactly `--answer` tokens, temperature 0. Prints one line of JSON: tokens of answers a second, steps, seconds of
 the median step in which every sequence has one new token, and beside them the limit of such a step: the bytes of the weights,
@@ -29,11 +30,14 @@ from meshwright.bench.measure import GIB
 from meshwright.config.recipes import recipe
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed import device as devices
+from meshwright.kernels import early
 from meshwright.models.initialize import materialise
 from meshwright.models.registry import build
 from meshwright.models.trunk import Trunk
 from meshwright.serve.engine import LLMEngine
+from meshwright.serve.quantize import KV_DTYPES, QUANTIZATIONS, cache_dtype, quantize_matrices
 from meshwright.serve.request import Request
+from meshwright.serve.runner import Runner
 from meshwright.serve.sampling import SamplingParams
 
 SMALL = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512, "max_len": 512}
@@ -44,6 +48,7 @@ def main() -> None:
     config = ModelConfig(**{**recipe(args.recipe), **(SMALL if args.smoke else {})})
     device = devices.rank_device(devices.pick(), 0)
     devices.set_current(device)
+    early.ALLOWED = args.early and early.ALLOWED
     engine = engine_of(config, device, args)
     prompts = prompts_of(config.vocab or 0, args)
     if args.warm:
@@ -65,6 +70,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=4096, help="tokens of a step")
     parser.add_argument("--block", type=int, default=16, help="tokens of a block of the cache")
     parser.add_argument("--eager", action="store_true", help="steps are called, never recorded; the next one is not ahead")
+    parser.add_argument("--no-early", dest="early", action="store_false", help="no kernel begins while another one ends")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the matrices")
+    parser.add_argument("--kv-cache-dtype", choices=tuple(KV_DTYPES))
     parser.add_argument("--profile", metavar="FILE", help="a trace of five decode steps goes there")
     parser.add_argument("--no-warm", dest="warm", action="store_false")
     parser.add_argument("--smoke", action="store_true", help="tiny numbers in place of the recipe's")
@@ -80,10 +88,12 @@ def engine_of(config: ModelConfig, device: torch.device, args: argparse.Namespac
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
+    if args.quantization is not None:
+        quantize_matrices(model, device)
     running = args.running or args.requests
     sizes: dict[str, Any] = {"max_running": running, "token_budget": max(args.budget, running), "block_size": args.block}
     how: dict[str, Any] = {"graphs": False, "ahead": False} if args.eager else {}
-    return LLMEngine(model, **sizes, **how, prefix=False)
+    return LLMEngine(model, **sizes, **how, cache_dtype=cache_dtype(args.kv_cache_dtype), prefix=False)
 
 
 def prompts_of(vocab: int, args: argparse.Namespace) -> list[tuple[int, ...]]:
@@ -122,10 +132,11 @@ def limit(engine: LLMEngine, device: torch.device, sequences: int, context: floa
     """Seconds that a step of one token for each sequence cannot go below: weights / rate + 2 layers kv_heads head_dim bytes x
     context x sequences / rate. A rate of copies counts what is read and what is written; the step only reads. An embedding is
     looked up, so it counts where it is the output matrix too."""
-    model = engine.runner.model  # type: ignore[union-attr]  # of one device
-    config, size = model.config, next(model.parameters()).element_size()
-    embedding = 0 if config.tied else model.embedding.weight.numel()
-    weights = (sum(parameter.numel() for parameter in model.parameters()) - embedding) * size
+    runner = engine.runner
+    assert isinstance(runner, Runner)  # of one device
+    model, config, size = runner.model, runner.model.config, runner.cache_dtype.itemsize
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    weights -= 0 if config.tied else model.embedding.weight.nbytes
     head_dim = config.head_dim or config.width // config.heads
     token = 2 * config.layers * (config.kv_heads or config.heads) * head_dim * size
     rate = copy_rate(device, 16 << 20 if device.type == "cpu" else 4 << 30)

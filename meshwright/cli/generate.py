@@ -30,6 +30,8 @@ def register(app: typer.Typer) -> None:
         devices: str | None = typer.Option(None, help="With --prompts: numbers of the devices to use, e.g. 0,2."),
         device: str | None = typer.Option(None, help="With --prompts: cpu, cuda, ...; default: what torch finds."),
         dtype: str | None = typer.Option(None, help="With --prompts: of the weights: fp32, bf16 or fp16."),
+        quantization: str | None = typer.Option(None, help="With --prompts: fp8: the matrices of all layers in 8 bits."),
+        kv_cache_dtype: str | None = typer.Option(None, help="With --prompts: fp8: keys and values in 8 bits."),
         max_running: int | None = typer.Option(None, min=1, help="With --prompts: most that a copy computes together."),
         token_budget: int | None = typer.Option(None, min=1, help="With --prompts: most tokens of a step."),
         blocks: int | None = typer.Option(None, min=1, help="With --prompts: blocks of a copy's KV cache."),
@@ -45,6 +47,7 @@ def register(app: typer.Typer) -> None:
         }
         engine = {
             "tp": tp, "pp": pp, "dp": dp, "device": device, "dtype": dtype,
+            "quantization": quantization, "kv_cache_dtype": kv_cache_dtype,
             "max_running": max_running, "token_budget": token_budget, "blocks": blocks,
         }  # fmt: skip
         given = {key: value for key, value in engine.items() if value is not None}

@@ -25,6 +25,8 @@ def register(app: typer.Typer) -> None:
         devices: str | None = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),
         device: str | None = typer.Option(None, help="cpu, cuda, ...; default: what torch finds."),
         dtype: str | None = typer.Option(None, help="Of the weights: fp32, bf16 or fp16; default: as stored, bf16 on a GPU."),
+        quantization: str | None = typer.Option(None, help="fp8: the matrices of all layers in 8 bits."),
+        kv_cache_dtype: str | None = typer.Option(None, help="fp8: keys and values in 8 bits; default: as the weights."),
         max_running: int | None = typer.Option(None, min=1, help="Most requests that are computed together."),
         token_budget: int | None = typer.Option(None, min=1, help="Most tokens of a step."),
         blocks: int | None = typer.Option(None, min=1, help="Blocks of the KV cache; default: what there is room for."),
@@ -50,6 +52,7 @@ def register(app: typer.Typer) -> None:
 
         engine = {
             "tp": tp, "pp": pp, "dp": dp, "device": device, "dtype": dtype,
+            "quantization": quantization, "kv_cache_dtype": kv_cache_dtype,
             "max_running": max_running, "token_budget": token_budget, "blocks": blocks,
         }  # fmt: skip
         options = ServerOptions(

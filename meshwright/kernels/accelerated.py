@@ -19,6 +19,7 @@ __all__ = [
     "optimizer_kernels",
     "paged_kernels",
     "pointwise_kernels",
+    "rowwise_kernels",
     "scaled_cast",
     "softmax_rows",
 ]
@@ -109,3 +110,14 @@ def fp8_kernels(device: torch.device) -> ModuleType | None:
     except ImportError:
         return None
     return fp8_triton
+
+
+def rowwise_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.rowwise_triton`, for tensors on `device`, or None."""
+    if device.type == "cpu":
+        return None
+    try:
+        from meshwright.kernels import rowwise_triton
+    except ImportError:
+        return None
+    return rowwise_triton

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.kernels.accelerated import fused_kernels
+from meshwright.kernels.rowwise import E4M3, to_e4m3
 
 __all__ = [
     "GATES",
@@ -56,8 +57,8 @@ class Heads(NamedTuple):
 def turn_and_write(
     qkv: torch.Tensor, heads: Heads, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> torch.Tensor:
-    """Queries [T, H, E] of qkv [T, K (G + 2) E], normed and turned; keys, turned alike, and values into the pages [P, N, K, E]
-    at slots int64 [T] (page * N + place), in place."""
+    """Queries [T, H, E] of qkv [T, K (G + 2) E], normed and turned; keys, turned alike, and values into the pages [P, N, K, E],
+    of the same dtype or e4m3, at slots int64 [T] (page * N + place), in place."""
     kernels = fused_kernels(qkv.device)
     return (plain_turn_and_write if kernels is None else kernels.turn_and_write)(qkv, heads, keys, values, slots)
 
@@ -71,9 +72,15 @@ def plain_turn_and_write(
         q, k = heads.q_norm(q), heads.k_norm(k)
     if heads.cos is not None and heads.sin is not None:
         q, k = (_turned(x, heads.cos[:, None, None], heads.sin[:, None, None]) for x in (q, k))
-    keys.flatten(0, 1).index_copy_(0, slots, k[:, :, 0])
-    values.flatten(0, 1).index_copy_(0, slots, v[:, :, 0])
+    _write(keys, k[:, :, 0], slots)
+    _write(values, v[:, :, 0], slots)
     return q.flatten(1, 2)
+
+
+def _write(pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
+    if pool.dtype == E4M3:  # which torch copies as bytes only
+        pool, rows = pool.view(torch.uint8), to_e4m3(rows).view(torch.uint8)
+    pool.flatten(0, 1).index_copy_(0, slots, rows)
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from meshwright.kernels.early import launch_options
 from meshwright.kernels.fused import GATES, Heads
+from meshwright.kernels.rowwise_triton import as_stored
 
 __all__ = ["add_norm", "best", "gate", "turn_and_write"]
 
@@ -57,8 +59,12 @@ def _turn_and_write(
     k_eps: tl.constexpr,
     turned: tl.constexpr,
     wide: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One token, and one key/value head with its queries: lane G is the key, G + 1 the value. A head is in two halves."""
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     half: tl.constexpr = (features + 1) // 2
@@ -85,6 +91,7 @@ def _turn_and_write(
     tl.store(query, first, mask=(lane < group) & low)
     tl.store(query + half, second, mask=(lane < group) & high)
     place = (tl.load(slots_ptr + token) * kv_heads + kv_head) * features + column[None, :] + lane * 0
+    first, second = as_stored(first, keys_ptr), as_stored(second, keys_ptr)
     tl.store(keys_ptr + place, first, mask=(lane == group) & low)
     tl.store(keys_ptr + place + half, second, mask=(lane == group) & high)
     tl.store(values_ptr + place, first, mask=(lane == group + 1) & low)
@@ -123,6 +130,7 @@ def turn_and_write(
         turned=turned,
         wide=_wide(qkv.dtype),
         num_warps=max(1, min(4, lanes * columns // 256)),
+        **launch_options(),
     )
     return q
 
@@ -146,11 +154,16 @@ def _add_norm(
     biased: tl.constexpr,
     wide: tl.constexpr,
     block: tl.constexpr,
+    early: tl.constexpr,
 ):
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, block)
     inside = column < width
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(wide)
+    if early:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)
     if added:
         x = (x.to(wide) + tl.load(branch_ptr + row + column, mask=inside, other=0.0).to(wide)).to(x.dtype)
@@ -187,6 +200,7 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module) -> t
         wide=_wide(x.dtype),
         block=block,
         num_warps=max(1, min(16, block // 512)),
+        **launch_options(),
     )
     return total, out
 
@@ -206,7 +220,19 @@ def activated(x, kind: tl.constexpr):
 
 
 @triton.jit
-def _gate(x_ptr, out_ptr, width, kind: tl.constexpr, rows: tl.constexpr, wide: tl.constexpr, block: tl.constexpr):
+def _gate(
+    x_ptr,
+    out_ptr,
+    width,
+    kind: tl.constexpr,
+    rows: tl.constexpr,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+    early: tl.constexpr,
+):
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * block + tl.arange(0, block)
     inside = column < width
@@ -223,13 +249,27 @@ def gate(x: torch.Tensor, name: str, gate_rows: int) -> torch.Tensor:
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(width))
     grid = (triton.cdiv(width, block), out.numel() // width)
-    _gate[grid](x.contiguous(), out, width, kind=_KINDS[name], rows=gate_rows, wide=_wide(x.dtype), block=block)
+    sizes: dict[str, Any] = {"kind": _KINDS[name], "rows": gate_rows, "wide": _wide(x.dtype), "block": block}
+    _gate[grid](x.contiguous(), out, width, **sizes, **launch_options())
     return out
 
 
 @triton.jit
-def _best(logits_ptr, row_stride, top_ptr, index_ptr, vocab, wide: tl.constexpr, block: tl.constexpr, chunk: tl.constexpr):
+def _best(
+    logits_ptr,
+    row_stride,
+    top_ptr,
+    index_ptr,
+    vocab,
+    wide: tl.constexpr,
+    block: tl.constexpr,
+    chunk: tl.constexpr,
+    early: tl.constexpr,
+):
     """The largest of `chunk` logits of one row, and its first place; NaN where one is."""
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     lanes = tl.arange(0, block)
     top = tl.full([block], float("-inf"), wide)
@@ -248,7 +288,10 @@ def _best(logits_ptr, row_stride, top_ptr, index_ptr, vocab, wide: tl.constexpr,
 
 
 @triton.jit
-def _best_of_parts(top_ptr, index_ptr, out_ptr, out_stride, parts, vocab, lanes: tl.constexpr):
+def _best_of_parts(top_ptr, index_ptr, out_ptr, out_stride, parts, vocab, lanes: tl.constexpr, early: tl.constexpr):
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row, lane = tl.program_id(0), tl.arange(0, lanes)
     top = tl.load(top_ptr + row * parts + lane, mask=lane < parts, other=float("-inf"))
     index = tl.load(index_ptr + row * parts + lane, mask=lane < parts, other=0)
@@ -270,6 +313,7 @@ def best(logits: torch.Tensor, out: torch.Tensor) -> None:
     wide = torch.promote_types(logits.dtype, torch.float32)
     top = torch.empty(rows, parts, dtype=wide, device=logits.device)
     index = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
-    sizes = {"block": block, "chunk": _CHUNK}
-    _best[(rows, parts)](logits, logits.stride(0), top, index, vocab, wide=_wide(logits.dtype), **sizes)
-    _best_of_parts[(rows,)](top, index, out, out.stride(0), parts, vocab, lanes=triton.next_power_of_2(parts), num_warps=1)
+    sizes: dict[str, Any] = {"block": block, "chunk": _CHUNK, "wide": _wide(logits.dtype)}
+    lanes, early = triton.next_power_of_2(parts), launch_options()
+    _best[(rows, parts)](logits, logits.stride(0), top, index, vocab, **sizes, **early)
+    _best_of_parts[(rows,)](top, index, out, out.stride(0), parts, vocab, lanes=lanes, num_warps=1, **early)

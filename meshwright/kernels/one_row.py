@@ -20,13 +20,14 @@ from torch import nn
 
 from meshwright.kernels.accelerated import one_row_kernels
 from meshwright.kernels.fused import Heads, add_norm, gate, turn_and_write
+from meshwright.kernels.rowwise import ScaledLinear, row_scales
 
 __all__ = ["gate_linear", "heads_linear", "linear", "vocabulary_linear"]
 
 
 def _kernels(x: torch.Tensor, module: nn.Module) -> ModuleType | None:
     """For one row, and a matrix that is whole: others bring sums over ranks of their own."""
-    return one_row_kernels(x.device) if x.numel() == x.shape[-1] and type(module) is nn.Linear else None
+    return one_row_kernels(x.device) if x.numel() == x.shape[-1] and type(module) in (nn.Linear, ScaledLinear) else None
 
 
 def _before(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +52,7 @@ def linear(y: torch.Tensor, module: nn.Module, x: torch.Tensor) -> tuple[torch.T
     kernels = _kernels(y, module)
     if kernels is None:
         return x, module(y)
-    return kernels.linear(y, None, module.weight, module.bias, residual=x), None
+    return kernels.linear(y, None, module.weight, module.bias, row_scales(module), residual=x), None
 
 
 def gate_linear(
@@ -63,7 +64,7 @@ def gate_linear(
         x, y = _before(x, branch, norm)
         return x, gate(module(y), name, gate_rows)
     x, y, norm = _left(x, branch, norm)
-    return x, kernels.gate_linear(y, norm, module.weight, module.bias, name, gate_rows)
+    return x, kernels.gate_linear(y, norm, module.weight, module.bias, row_scales(module), name, gate_rows)
 
 
 def heads_linear(
@@ -83,8 +84,8 @@ def heads_linear(
         return x, turn_and_write(module(y)[0], heads, keys, values, slots)
     x, y, norm = _left(x, branch, norm)
     if heads.q_norm is None:
-        return x, kernels.heads_linear(y, norm, module.weight, module.bias, heads, keys, values, slots)
-    qkv = kernels.linear(y, norm, module.weight, module.bias)  # a norm of heads waits for whole heads
+        return x, kernels.heads_linear(y, norm, module.weight, module.bias, row_scales(module), heads, keys, values, slots)
+    qkv = kernels.linear(y, norm, module.weight, module.bias, row_scales(module))  # a norm of heads waits for whole heads
     return x, turn_and_write(qkv[0], heads, keys, values, slots)
 
 
@@ -100,7 +101,7 @@ def vocabulary_linear(
     kernels = one_row_kernels(x.device) if x.numel() == x.shape[-1] else None
     if kernels is not None:
         _, y, left = _left(x, branch, norm)
-        return kernels.linear(y, left, weight, bias, out=out)
+        return kernels.linear(y, left, weight, bias, None, out=out)
     _, y = _before(x, branch, norm)
     if out is None or bias is not None:
         logits = F.linear(y, weight, bias)

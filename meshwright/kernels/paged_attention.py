@@ -138,7 +138,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """softmax(q k^T * scale) v over the pages of each sequence, causal, [T, H, E].
 
-    keys, values  [P, N, K, E]; those of the new tokens are in them already
+    keys, values  [P, N, K, E], of the dtype of q or e4m3; those of the new tokens are in them already
     window        keys a query sees, itself included. scale: default 1/sqrt(E)
     """
     kernels = paged_kernels(q_THE.device)
@@ -189,7 +189,7 @@ def _alike(
 ) -> torch.Tensor:
     """Of sequences with as many new tokens each, [R, Q, H, E]; none is longer than `longest`."""
     count, device = q_RQHE.shape[1], q_RQHE.device
-    k_RCKE, v_RCKE = (pool[table_RM].flatten(1, 2)[:, :longest] for pool in (keys, values))
+    k_RCKE, v_RCKE = (_gathered(pool, table_RM).flatten(1, 2)[:, :longest].to(q_RQHE.dtype) for pool in (keys, values))
     query_RQ1 = (lengths_R1 - count + torch.arange(count, device=device))[..., None]
     key_C = torch.arange(longest, device=device)
     nobodys_RC = key_C >= lengths_R1
@@ -207,3 +207,8 @@ def _alike(
         enable_gqa=q_RQHE.shape[2] != keys.shape[2],
     )
     return out_RHQE.transpose(1, 2)
+
+
+def _gathered(pool: torch.Tensor, table_RM: torch.Tensor) -> torch.Tensor:
+    """Numbers of 8 bits are gathered as bytes: torch does not index all of their dtypes."""
+    return pool.view(torch.uint8)[table_RM].view(pool.dtype) if pool.element_size() == 1 else pool[table_RM]

@@ -9,7 +9,8 @@ nothing, so how many are launched may be more than are needed.
 
 Programs of all key/value heads of a sequence are neighbours: a token's heads lie together, and are read at about the same time.
 
-fp64 tensors are computed in fp64, everything else in fp32. Shapes as in `kernels.paged_attention`; D sequences with one new
+fp64 tensors are computed in fp64, everything else in fp32; keys and values of 8 bits become those of the queries' dtype, which
+has them all, before they are multiplied. Shapes as in `kernels.paged_attention`; D sequences with one new
 token, S spans, G = H/K.
 """
 
@@ -19,7 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
+from meshwright.kernels.early import launch_options
 from meshwright.kernels.paged_attention import QUERIES, Pages, Singles
+from meshwright.kernels.rowwise_triton import widened
 
 __all__ = ["DECODE", "paged_attention"]
 
@@ -83,9 +86,13 @@ def _decode(
     lanes: tl.constexpr,
     columns: tl.constexpr,
     tile: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Grid K, D, S. alone: item, row and token are the same number; else items [D, 2] and tokens [D] say which. `sums`
     [D, K, S, G, E] (in fp32), `top` and `total` [D, K, S, G] are what the spans leave where there are several."""
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head, item, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(0)
     row = item if alone else tl.load(items_ptr + 2 * item)
@@ -117,6 +124,7 @@ def _decode(
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
         v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
+        k, v = widened(k, q.dtype), widened(v, q.dtype)
         score = _score(q, k, known, key, position, scale, window, wide)
         top, total, sums = _add(score, v, top, total, sums, wide)
 
@@ -174,8 +182,12 @@ def _attend(
     lanes: tl.constexpr,
     columns: tl.constexpr,
     tile: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Grid K, items: (sequence, its first query) of each."""
+    if early:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     kv_head, item = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     row = tl.load(items_ptr + 2 * item)
@@ -208,6 +220,7 @@ def _attend(
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
         v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
+        k, v = widened(k, q.dtype), widened(v, q.dtype)
         score = _score(q, k, known, key, position, scale, window, wide)
         top, total, sums = _add(score, v, top, total, sums, wide)
     total = tl.where(real, total, 1.0)
@@ -253,6 +266,7 @@ def paged_attention(
             queries=QUERIES,
             tile=TILE,
             **sizes,
+            **launch_options(),
         )
     return out_THE
 
@@ -315,4 +329,5 @@ def _single_tokens(
         spans=SPANS,
         **_sizes(q_THE, keys, 1),
         **DECODE,
+        **launch_options(),
     )

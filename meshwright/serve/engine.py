@@ -25,6 +25,7 @@ from meshwright.errors import CheckpointError, Finding, UserError
 from meshwright.models.trunk import Trunk
 from meshwright.serve.cache import BlockPool
 from meshwright.serve.packed import Packer
+from meshwright.serve.quantize import cache_dtype, quantize_matrices
 from meshwright.serve.ranks import ServingGroup, SharedRunner
 from meshwright.serve.request import Finish, Logprob, Output, Request
 from meshwright.serve.runner import Runner
@@ -79,16 +80,17 @@ class LLMEngine:
         prefix: bool = True,
         graphs: bool | None = None,
         ahead: bool | None = None,
+        cache_dtype: torch.dtype | None = None,
         name: str = "model",
     ):
         """blocks: of the cache; None: what the device has room for. prefix: keep what was computed, for prompts that begin
         alike. group: ranks that hold the model together, and those of its replicas, whose caches then have one size; all make
-        an engine, and all but the first of a replica then `follow`. graphs: as of `Runner`.
+        an engine, and all but the first of a replica then `follow`. graphs, cache_dtype: as of `Runner`.
         ahead: launch the next step before the results of the last one are here; None: on an accelerator."""
         self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
         span = None if group is None else group.span
         sizes: dict[str, Any] = {"blocks": blocks, "block_size": block_size, "token_budget": token_budget}
-        runner = Runner(model, **sizes, sequences=max_running, span=span, graphs=graphs)
+        runner = Runner(model, **sizes, sequences=max_running, span=span, graphs=graphs, cache_dtype=cache_dtype)
         self._alone = group is None or group.alone
         self.runner: Runner | SharedRunner = runner if group is None or self._alone else SharedRunner(runner, group)
         self.max_len = runner.max_len
@@ -114,6 +116,8 @@ class LLMEngine:
         max_running: int = 64,
         token_budget: int = 512,
         graphs: bool | None = None,
+        quantization: str | None = None,
+        kv_cache_dtype: str | None = None,
         tp: int = 1,
         pp: int = 1,
         dp: int = 1,
@@ -122,6 +126,7 @@ class LLMEngine:
 
         device  default: the accelerator that torch finds, else the CPU. dtype: of the weights; default: as stored, on an
                 accelerator bf16
+        quantization  "fp8": matrices in 8 bits (`serve.quantize`). kv_cache_dtype: "fp8": keys and values too
         tp, pp  ranks that hold each matrix together, and stages of layers behind each other
         dp      such engines side by side (`ServingGroup` says where): this is the one of this rank
         Of more than one rank torch.distributed must be up with tp * pp * dp ranks, and every one of them calls this.
@@ -134,13 +139,14 @@ class LLMEngine:
         kind = devices.pick(device)
         place = devices.rank_device(kind, 0 if group is None else group.mesh.get_rank() % devices.count(kind))
         dtype = dtype or (None if kind == "cpu" else torch.bfloat16)
-        trained = load_trained(source, device="cpu" if parts else place, dtype=dtype)
+        trained = load_trained(source, device="cpu" if parts or quantization else place, dtype=dtype)
         model = trained.model
         if not isinstance(model, Trunk) or not model.causal or trained.task != "lm":
             what = f"has task {trained.task!r} and architecture {trained.model_config.arch!r}, which predict no next token"
             raise CheckpointError(findings=[Finding(str(source), what, "Use a language model")])
         if parts is not None:
-            model = parts.split(model).to(place)
+            model = parts.split(model)
+        model = model.to(place) if quantization is None else quantize_matrices(model, torch.device(place))
         ends = (*_file_ends(trained.source), *([] if trained.tokenizer.eos is None else [trained.tokenizer.eos]))
         return cls(
             model,
@@ -151,6 +157,7 @@ class LLMEngine:
             max_running=max_running,
             token_budget=token_budget,
             graphs=graphs,
+            cache_dtype=cache_dtype(kv_cache_dtype),
             group=group,
             name=Path(source).absolute().name,
         )

@@ -25,6 +25,7 @@ from meshwright.serve.contract import Engine
 from meshwright.serve.engine import LLMEngine
 from meshwright.serve.layout import Serving, choose_serving
 from meshwright.serve.loading import DTYPES, encoder_findings, load_engine, phase
+from meshwright.serve.quantize import KV_DTYPES, QUANTIZATIONS
 from meshwright.serve.replicas import Replicas, follow_line
 from meshwright.serve.wire import Line, meet
 
@@ -52,6 +53,10 @@ class Fleet:
         found = []
         if self.engine.get("dtype", "fp32") not in DTYPES:
             found.append(Finding("--dtype", f"{self.engine['dtype']!r} is unknown", f"Known: {', '.join(DTYPES)}"))
+        for key, known in (("quantization", QUANTIZATIONS), ("kv_cache_dtype", tuple(KV_DTYPES))):
+            if self.engine.get(key, known[0]) not in known:
+                flag = f"--{key.replace('_', '-')}"
+                found.append(Finding(flag, f"{self.engine[key]!r} is unknown", f"Known: {', '.join(known)}"))
         return found
 
     def plan(self, task: str | None = None) -> tuple[Serving | None, list[Finding]]:
@@ -79,6 +84,8 @@ class Fleet:
                 devices=len(chosen),
                 device_bytes=None if kind == "cpu" else _memory(kind, int(chosen[0])),
                 item=DTYPES[self.engine["dtype"]].itemsize if self.engine.get("dtype") in DTYPES else 2,
+                matrix_item=1 if "quantization" in self.engine else None,
+                cache_item=1 if "kv_cache_dtype" in self.engine else None,
             )
         except UserError as error:
             return None, [*found, *error.findings]

@@ -56,9 +56,11 @@ def choose_serving(
     devices: int,
     device_bytes: int | None = None,
     item: int = 2,
+    matrix_item: int | None = None,
+    cache_item: int | None = None,
 ) -> Serving:
     """given: those of tp, pp and dp that were asked for. device_bytes: memory of a device; None: a CPU, which has as many ranks
-    as are asked for. item: bytes of a weight.
+    as are asked for. item: bytes of a weight. matrix_item, cache_item: as of `held_bytes`.
 
     On accelerators every device is used: the first of the layouts by (ranks of a copy, pp) that holds the model with a sequence
     of its full length (`held_bytes`; not asked where both tp and pp are given).
@@ -79,15 +81,22 @@ def choose_serving(
         raise LayoutError(findings=[Finding(", ".join(f"--{key}" for key in given), what, fix)])
     if task != "lm":
         return Serving(**shapes[0], reason=f"a copy of the encoder on each of {counted(devices, 'device')}")
-    return _first_that_fits(model, shapes, given, devices, device_bytes, item)
+    return _first_that_fits(model, shapes, given, devices, device_bytes, (item, matrix_item, cache_item))
 
 
-def held_bytes(model: ModelConfig, tp: int, pp: int, item: int) -> tuple[int, int]:
+def held_bytes(
+    model: ModelConfig, tp: int, pp: int, item: int, matrix_item: int | None = None, cache_item: int | None = None
+) -> tuple[int, int]:
     """(weights, cache of one sequence of the full length) on the fullest rank, in bytes: `rank_parameters`, and 2 tensors of
-    ceil(kv_heads / tp) head_dim max_len numbers for each of ceil(layers / pp) layers."""
-    weights = rank_parameters(model, "lm", Layout(tp=tp, pp=pp)).total * item
+    ceil(kv_heads / tp) head_dim max_len numbers for each of ceil(layers / pp) layers.
+
+    item: bytes of a number. matrix_item: of those of a layer, experts apart; cache_item: of the cache's. None: as of the others
+    """
+    counts = rank_parameters(model, "lm", Layout(tp=tp, pp=pp))
+    matrices = counts.total - counts.outside - counts.experts
+    weights = counts.total * item + matrices * ((matrix_item or item) - item)
     features = -(-(model.kv_heads or model.heads) // tp) * (model.head_dim or model.width // model.heads)
-    return weights, 2 * -(-model.layers // pp) * features * model.max_len * item
+    return weights, 2 * -(-model.layers // pp) * features * model.max_len * (cache_item or item)
 
 
 def _unsplittable(model: ModelConfig, task: str, given: Mapping[str, int]) -> Iterator[Finding]:
@@ -117,11 +126,11 @@ def _first_that_fits(
     given: Mapping[str, int],
     devices: int,
     device_bytes: int,
-    item: int,
+    items: tuple[int, int | None, int | None],
 ) -> Serving:
     asked, told = "tp" in given and "pp" in given, list[str]()
     for shape in shapes:
-        weights, cache = held_bytes(model, shape["tp"], shape["pp"], item)
+        weights, cache = held_bytes(model, shape["tp"], shape["pp"], *items)
         need = f"{weights / GIB:.1f} GiB of weights and {cache / GIB:.2f} for a sequence of {model.max_len}"
         if asked or (weights <= WEIGHT_SHARE * device_bytes and weights + cache <= SHARE * device_bytes):
             before = f"; {told[-1]} would not fit" if told else ""

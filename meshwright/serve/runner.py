@@ -40,6 +40,7 @@ class Runner:
     sequences: most of a step. max_len: longest sequence that it can compute.
     graphs: whether a step of one new token for each sequence is padded and, where the device can, recorded once and replayed
     (`serve.graphs`); None: where that can be recorded. Of some layers only no step is.
+    cache_dtype: of keys and values in the cache; None: of the weights
     Raises DeviceError where no sequence of the model's length fits.
     """
 
@@ -56,12 +57,13 @@ class Runner:
         sequences: int = 64,
         span: tuple[int, int] | None = None,
         graphs: bool | None = None,
+        cache_dtype: torch.dtype | None = None,
     ):
         self.model = model.eval().requires_grad_(False)
         self.span = span or (0, len(model.layers))
         self.block_size, self.max_len = block_size, longest(model)
         weight = next(model.parameters())
-        self.device, self.dtype = weight.device, weight.dtype
+        self.device, self.dtype, self.cache_dtype = weight.device, weight.dtype, cache_dtype or weight.dtype
         self._shapes = [_kv_shape(layer.attention) for layer in model.layers if isinstance(layer, Layer)]
         self._forward = Forward(model, self.span)
         for layer in model.layers:
@@ -140,14 +142,14 @@ class Runner:
     def _allocate(self, blocks: int) -> None:
         """Pages for so many blocks, and one that belongs to nobody."""
         self._forward.cache = [
-            tuple(torch.zeros(blocks + 1, self.block_size, *shape, dtype=self.dtype, device=self.device) for _ in range(2))  # type: ignore[misc]
+            tuple(torch.zeros(blocks + 1, self.block_size, *shape, dtype=self.cache_dtype, device=self.device) for _ in range(2))  # type: ignore[misc]
             for shape in self._shapes
         ]
 
     def _size(self, token_budget: int, sequences: int) -> int:
         """Blocks for what is free beside a step of the full budget; on a CPU as many as `sequences` of full length need, within
         CPU_CACHE_BYTES."""
-        each = block_bytes(self._shapes, self.block_size, self.dtype)
+        each = block_bytes(self._shapes, self.block_size, self.cache_dtype)
         needed = -(-self.max_len // self.block_size)
         if self.device.type == "cpu":
             return max(needed, min(sequences * needed, CPU_CACHE_BYTES // each))

@@ -1,0 +1,188 @@
+"""Decode kernels that begin while the one before ends, and numbers of 8 bits, on an accelerator. `pytest -m gpu -s
+tests/gpu/test_serving8.py` prints what was measured."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.bench.kernels import Shape, _row, swapped
+from meshwright.config.recipes import recipe
+from meshwright.config.schema import ModelConfig
+from meshwright.distributed import device as devices
+from meshwright.kernels import early
+from meshwright.kernels.fused import add_norm
+from meshwright.kernels.one_row import gate_linear, linear
+from meshwright.kernels.rowwise import E4M3, ScaledLinear, multiplied, plain_quantize_rows
+from meshwright.serve.quantize import quantize_matrices
+from tests.gpu.test_serving import answers, called, made
+from tests.unit import eight_bit_cases, fused_cases, one_row_cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+if not torch.accelerator.is_available() or not devices.records(torch.device(devices.pick())):
+    pytest.skip("no accelerator that records", allow_module_level=True)
+
+DEVICE = torch.device(devices.pick())
+LIMIT = {"fp32": 4e-6, "bf16": 2.0**-6}
+
+
+def without(call: Callable[[], object]) -> object:
+    with swapped(early, "ALLOWED", False):
+        return call()
+
+
+def test_it_begins_early_here():
+    """Else what follows compares a thing with itself."""
+    assert early.launch_options() == {"early": True, "launch_pdl": True}
+    assert without(early.launch_options) == {"early": False}
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_same_tokens_with_and_without(group: int, narrow: bool):
+    """Recorded, ahead, many sequences and one; bit by bit the same arithmetic. A read before the wait would show here."""
+    model = made(64, group)
+    kind = {"cache_dtype": E4M3} if narrow else {}
+    if narrow:
+        quantize_matrices(model, DEVICE)
+    expected = without(lambda: answers(model, **kind))
+    for _ in range(3):
+        assert answers(model, **kind) == expected
+    assert answers(model, max_running=1, **kind) == without(lambda: answers(model, max_running=1, **kind))
+    assert answers(model, graphs=False, ahead=False, **kind) == without(
+        lambda: answers(model, graphs=False, ahead=False, **kind)
+    )
+
+
+def chain(steps: int, width: int, narrow: bool) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+    """Each kernel reads what the one before wrote, over memory that is used again and again."""
+    torch.manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> nn.Module:
+        plain = nn.Linear(columns, rows, bias=False, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+        return ScaledLinear(plain.weight, None) if narrow else plain
+
+    ups, downs = ([matrix(*size) for _ in range(steps)] for size in ((2 * width, width), (width, width)))
+    norm = nn.RMSNorm(width, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+    start = torch.randn(1, 1, width, device=DEVICE, dtype=torch.bfloat16)
+
+    def run() -> torch.Tensor:
+        x = start
+        for up, down in zip(ups, downs, strict=True):
+            x, y = gate_linear(x, None, norm, up, "swiglu", 16)
+            x, branch = linear(y, down, x)
+            assert branch is None
+            x = add_norm(x, x, norm)[1]
+        return x
+
+    return run, start
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("width", [256, 2048])
+def test_a_chain_is_bitwise_the_same(width: int, narrow: bool):
+    """Called and recorded. Small kernels, which are the ones that overlap the most."""
+    run, start = chain(24, width, narrow)
+    with torch.inference_mode():
+        devices.synchronize(DEVICE)
+        expected = without(run).clone()
+        kept: list[torch.Tensor] = []
+        replay = devices.Recorder(DEVICE).record(lambda: kept.append(run()))
+        for seed in range(50):
+            assert torch.equal(run(), expected)
+            replay()
+            assert torch.equal(kept[-1], expected)
+            if seed % 10 == 9:
+                start.normal_()
+                devices.synchronize(DEVICE)
+                expected = without(run).clone()
+
+
+def test_kernels_are_their_plain_versions_with_early_launches():
+    from meshwright.kernels import fused_triton
+
+    found = fused_cases.cases(fused_triton, DEVICE, tuple(LIMIT)) | one_row_cases.cases(DEVICE, tuple(LIMIT))
+    wrong = {name: value for name, value in found.items() if value is not True and not value < LIMIT[name.rsplit(" ", 1)[1]]}
+    assert len(found) > 60 and not wrong
+
+
+@pytest.mark.parametrize("many", [32, 8192])
+def test_kernels_of_8_bits_are_their_plain_versions(many: int, monkeypatch: pytest.MonkeyPatch):
+    from meshwright.kernels import one_row_triton
+
+    monkeypatch.setattr(one_row_triton, "MANY", many)
+    found = eight_bit_cases.cases(DEVICE, tuple(LIMIT))
+    limits = LIMIT | {"bf16": 2.0**-5}  # of weights up to 10^4, four times rounded
+    wrong = {name: value for name, value in found.items() if not value < limits[name.rsplit(" ", 1)[1]]}
+    assert len(found) == 12 and not wrong, wrong
+
+
+@pytest.mark.parametrize("rows", [2, 16, 256, 1000])
+def test_rows_of_8_bits_times_a_matrix_of_8_bits(rows: int):
+    """What torch multiplies, against fp64 with the same rounded numbers: the sum is rounded to bf16, 2**-9."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, 512, device=DEVICE, dtype=torch.bfloat16)
+    x *= torch.logspace(-3, 3, rows, device=DEVICE)[:, None]
+    module = ScaledLinear(torch.randn(768, 512, device=DEVICE, dtype=torch.bfloat16) / 512**0.5, None)
+    assert module._multiplies(x)
+    values, scale = plain_quantize_rows(x)
+    exact = (values.double() * scale) @ (module.weight.double() * module.scale[:, None]).t()
+    size = exact.abs().amax(1, keepdim=True)
+    given = multiplied(values, scale, module.weight, module.scale, torch.bfloat16)
+    assert float(((given.double() - exact) / size).abs().max()) < 2.0**-8
+    assert float(((module(x).double() - exact) / size).abs().max()) < 2.0**-6  # an activation may be rounded the other way
+    widened = x.double() @ (module.weight.double() * module.scale[:, None]).t()
+    print(f"\n{rows} rows: rounding activations changes {float((exact - widened).norm() / widened.norm()):.2%}")
+
+
+def test_8_bits_recorded_and_called():
+    model = quantize_matrices(made(64, 4), DEVICE)
+    with pytest.MonkeyPatch.context():
+        assert answers(model) == called(model)
+
+
+def test_8_bits_beside_bf16(capsys: pytest.CaptureFixture[str]):
+    """Of a random model, whose logits are close to each other: how far they move, in shares of their spread."""
+    model = made(128, 4).eval().requires_grad_(False)
+    tokens = torch.randint(0, 997, (2, 256), device=DEVICE)
+    with torch.inference_mode():
+        plain = model(tokens).float()
+        small = quantize_matrices(copy.deepcopy(model), DEVICE)(tokens).float()
+    share = float((small - plain).norm() / plain.norm())
+    with capsys.disabled():
+        print(f"\nlogits move by {share:.2%} of their size; {float((small.argmax(-1) == plain.argmax(-1)).double().mean()):.1%} alike")
+    assert 0.0 < share < 0.15
+
+
+@pytest.mark.parametrize("name", ["llama-1b", "llama-8b"])
+def test_times_of_one_row(name: str, capsys: pytest.CaptureFixture[str]):
+    """Microseconds of each matrix with what is around it, one after the other as in a step, recorded."""
+    lines = []
+    for narrow in (False, True):
+        shape = Shape(ModelConfig(**recipe(name)), DEVICE, False, narrow)
+        config = shape.config
+        sizes = {
+            "qkv": (shape.lines, config.width),
+            "out": (config.width, config.heads * shape.features),
+            "up": (2 * config.ffn, config.width),
+            "down": (config.width, config.ffn),
+        }
+        with torch.inference_mode():
+            for kind, (rows, columns) in sizes.items():
+                modules = [shape.matrix(rows, columns) for _ in range(12)]
+                x, residual = shape.some(1, 1, columns), shape.some(1, 1, rows)
+                calls = [functools.partial(_row, shape, kind, x, residual, module, shape.heads(1)) for module in modules]
+                late, soon = without(lambda calls=calls: shape.timed(calls)), shape.timed(calls)
+                moved = rows * columns * (1 if narrow else 2)
+                lines.append(
+                    f"{name} {'fp8' if narrow else 'bf16'} {kind:5}{late * 1e6:8.2f} us, early {soon * 1e6:8.2f} us, "
+                    f"{moved / soon / 1e9:7.0f} GB/s"
+                )
+                assert 0.0 < soon < 1e-3
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))

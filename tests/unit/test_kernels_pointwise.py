@@ -125,9 +125,9 @@ def test_operators_inside_of_blocks(activation: str, recompute: str, monkeypatch
 @interpreter
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_kernels_of_activations(kind: str) -> None:
-    """Mutations tried, each red: slopes of both signs exchanged; the density without its x, or
-    with exp(-a**2 / 2) to the base of 2; a last element left out; a value next to its gate where runs are longer; long runs placed
-    as short ones; the value for the gate in the value's gradient; s for silu's whole slope."""
+    """Mutations tried, each red: slopes of both signs exchanged; the density without its x, or to the base of 2; a last
+    element left out; a value next to its gate where runs are longer; long runs placed as short ones; the value for the gate in
+    the value's gradient; s for silu's whole slope."""
     found = of("pointwise_cases", kind)
     wrong = {name: value for name, value in found.items() if not value <= LIMIT[name.rsplit(" ", 1)[1]]}
     assert found and not wrong, wrong

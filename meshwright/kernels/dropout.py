@@ -98,7 +98,7 @@ def keep_mask(key_BS: torch.Tensor, features: int, site: int, p: float) -> torch
 
 
 def in_words(site: int, p: float) -> tuple[int, int, float]:
-    """What is added to a key, an int32; the smallest int32 of a hash that keeps its element; and what it is then multiplied by."""
+    """What is added to a key, an int32; the smallest int32 of a hash that keeps its element; and the factor of what is kept."""
     return _signed(site * _SITE), min(round(p * _WORD), _WORD - 1) - 2**31, 1.0 / (1.0 - p)
 
 
@@ -109,7 +109,7 @@ def plain_dropout(x_BSD: torch.Tensor, key_BS: torch.Tensor, site: int, p: float
 
 
 def _dropped(x_BSD: torch.Tensor, key_BS: torch.Tensor, site: int, p: float) -> torch.Tensor:
-    """`plain_dropout` in one kernel where there is one: without a compiler it is some thirty, and as many passes over memory."""
+    """`plain_dropout` in one kernel where there is one: without a compiler it is some thirty, each a pass over memory."""
     kernels = pointwise_kernels(x_BSD.device)
     if kernels is None:
         return plain_dropout(x_BSD, key_BS, site, p)

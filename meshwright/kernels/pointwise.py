@@ -1,4 +1,4 @@
-"""Activations of training which the compiler leaves slower than memory: exact GELU and the gate of swiglu, each with its gradient.
+"""Activations of training that a compiler leaves slower than memory is: exact GELU and the gate of swiglu, with gradients.
 
 Where `kernels.pointwise_triton` can run they are operators, opaque to a compiler, that read and write each element once.
 Everywhere else (on a CPU, in fp64, without Triton, in an exported graph) they are what torch has, which a compiler may fuse.
@@ -35,7 +35,7 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor, gate_rows: int) -> torch.Tensor:
-    """[..., 2 F] -> [..., F], silu(gate) times value: features alternate, `gate_rows` of the gate, then as many of the value."""
+    """[..., 2 F] -> [..., F], silu(gate) value: features alternate, `gate_rows` of the gate, then as many of the value."""
     runs = gate_rows & (gate_rows - 1) == 0 and x.shape[-1] % (2 * gate_rows) == 0  # what the kernel takes
     return swiglu_operator(x, gate_rows) if runs and _one_pass(x) else plain_swiglu(x, gate_rows)
 

@@ -181,8 +181,8 @@ def swiglu_gradient(gradient: torch.Tensor, x: torch.Tensor, gate_rows: int) -> 
 
 
 def dropped(x: torch.Tensor, key: torch.Tensor, site: int, least: int, scale: float) -> torch.Tensor:
-    """x [..., D] times `scale` where the hash of key int32 [...], the int32 `site` and a feature is `least` or more as an int32,
-    elsewhere 0: the bits of `kernels.dropout`."""
+    """x [..., D] times `scale` where the hash of key int32 [...], the int32 `site` and a feature is, as an int32, `least` or
+    more; elsewhere 0. The bits of `kernels.dropout.plain_dropout`."""
     features = x.shape[-1]
     x, key = x.contiguous(), key.expand(x.shape[:-1]).contiguous()
     out = torch.empty_like(x)

@@ -35,13 +35,13 @@ def kernels():
     return pointwise_triton
 
 
-def seconds(call: Callable[[], object], times: int = 30) -> float:
+def seconds(call: Callable[..., object], *arguments: object, times: int = 30) -> float:
     for _ in range(3):
-        call()
+        call(*arguments)
     torch.accelerator.synchronize()
     start = time.perf_counter()
     for _ in range(times):
-        call()
+        call(*arguments)
     torch.accelerator.synchronize()
     return (time.perf_counter() - start) / times
 
@@ -50,7 +50,7 @@ def copy_rate() -> float:
     """Bytes a second, read and written."""
     x = torch.empty(2**29, dtype=torch.bfloat16, device=DEVICE)
     y = torch.empty_like(x)
-    return 2 * x.nbytes / seconds(lambda: y.copy_(x))
+    return 2 * x.nbytes / seconds(y.copy_, x)
 
 
 # Mutations as in tests/unit/test_kernels_pointwise.py.
@@ -81,41 +81,35 @@ def report(name: str, ours: float, other: float, moved: int, rate: float) -> Non
     assert share > ENOUGH, name
 
 
-def test_times():
-    rate = copy_rate()
-    print(f"\ncopies {rate / 1e12:.2f} TB/s")
-    for name, shape, arguments in (("gelu", (32768, 4096), ()), ("swiglu", (16384, 16384), (16,))):
-        x = cases.drawn(*shape, dtype=torch.float32, device=DEVICE).bfloat16()
-        ours = getattr(kernels(), name)
-        gradient_kernel = getattr(kernels(), f"{name}_gradient")
-        plain = torch.compile(getattr(pointwise, f"plain_{name}"), fullgraph=True, dynamic=False)
-        out = ours(x, *arguments)
-        moved, both = x.nbytes + out.nbytes, 2 * x.nbytes + out.nbytes
-        report(name, seconds(lambda: ours(x, *arguments)), seconds(lambda: plain(x, *arguments)), moved, rate)
-        leaf = x.clone().requires_grad_()
-        made = plain(leaf, *arguments)
-
-        def backward(made: torch.Tensor = made, leaf: torch.Tensor = leaf, out: torch.Tensor = out) -> object:
-            return torch.autograd.grad(made, leaf, out, retain_graph=True)
-
-        spent = seconds(lambda: gradient_kernel(out, x, *arguments))
-        report(f"{name} gradient", spent, seconds(backward), both, rate)
-        sizes(name, lambda: gradient_kernel(out, x, *arguments))
-    x = cases.drawn(64, 512, 1024, dtype=torch.float32, device=DEVICE).bfloat16()
-    keys = dropout.position_keys(5, torch.arange(64, device=DEVICE), torch.arange(512, device=DEVICE))
-    spent = seconds(lambda: kernels().dropped(x, keys, *dropout.in_words(1, 0.1)))
-    report("dropout", spent, seconds(lambda: dropout.plain_dropout(x, keys, 1, 0.1)), 2 * x.nbytes, rate)
-
-
-def sizes(name: str, call: Callable[[], object]) -> None:
-    """Other programs than the one chosen; none should be much faster."""
-    module = kernels()
+@pytest.mark.parametrize(("name", "shape", "rows"), [("gelu", (32768, 4096), ()), ("swiglu", (16384, 16384), (16,))])
+def test_times_of_activations(name: str, shape: tuple[int, int], rows: tuple[int, ...]):
+    """Shapes of a layer of BERT-large and of Llama-1B."""
+    module, rate = kernels(), copy_rate()
+    x = cases.drawn(*shape, dtype=torch.float32, device=DEVICE).bfloat16()
+    ours, gradient = getattr(module, name), getattr(module, f"{name}_gradient")
+    plain = torch.compile(getattr(pointwise, f"plain_{name}"), fullgraph=True, dynamic=False)
+    out = ours(x, *rows)
+    print()
+    report(name, seconds(ours, x, *rows), seconds(plain, x, *rows), x.nbytes + out.nbytes, rate)
+    leaf = x.clone().requires_grad_()
+    made = plain(leaf, *rows)
+    otherwise = seconds(lambda: torch.autograd.grad(made, leaf, out, retain_graph=True))
+    report(f"{name} gradient", seconds(gradient, out, x, *rows), otherwise, 2 * x.nbytes + out.nbytes, rate)
     chosen = module._BLOCK, module._WARPS
-    try:
+    try:  # for whoever chooses the size of a program
         for module._BLOCK, module._WARPS in ((512, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)):
-            print(f"    {name} gradient, {module._BLOCK} outputs by {module._WARPS} warps: {1e6 * seconds(call):.1f} us")
+            both = seconds(ours, x, *rows), seconds(gradient, out, x, *rows)
+            print(f"    {module._BLOCK} outputs by {module._WARPS} warps: {1e6 * both[0]:.1f} and {1e6 * both[1]:.1f} us")
     finally:
         module._BLOCK, module._WARPS = chosen
+
+
+def test_time_of_dropout():
+    x = cases.drawn(64, 512, 1024, dtype=torch.float32, device=DEVICE).bfloat16()
+    keys = dropout.position_keys(5, torch.arange(64, device=DEVICE), torch.arange(512, device=DEVICE))
+    ours = seconds(kernels().dropped, x, keys, *dropout.in_words(1, 0.1))
+    print()
+    report("dropout", ours, seconds(dropout.plain_dropout, x, keys, 1, 0.1), 2 * x.nbytes, copy_rate())
 
 
 LAYERS = {
@@ -149,7 +143,7 @@ def test_in_a_compiled_layer(name: str, recompute: str, monkeypatch: pytest.Monk
                 model.zero_grad()
                 model.run_layers(x, (0, 1), tokens, None, None, None, keys).backward(gradient)
 
-            times.append(seconds(step, 10))
+            times.append(seconds(step, times=10))
             grads.append([parameter.grad.float() for parameter in model.layers.parameters()])
     print(f"\nlayer with {name}, recompute {recompute}: {1e3 * times[0]:.2f} ms, without operators {1e3 * times[1]:.2f} ms")
     for a, b in zip(*grads, strict=True):

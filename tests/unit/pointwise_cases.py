@@ -68,7 +68,7 @@ def other_bits(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, floa
 
 
 def tails(kernels: Any, device: Any = "cpu") -> Iterator[tuple[str, float]]:
-    """GELU over all of its range, in fp32: errors of the value, absolute, relative to it and where x is small, and of the slope;
+    """GELU over all of its range, in fp32: errors of the value, absolute, relative to it and for small x, and of the slope;
     then how rounding to bf16 compares with that of the true value, and with the bits of torch."""
     x = torch.linspace(-12.0, 12.0, 40001, dtype=torch.float32, device=device)
     found, expected = kernels.gelu(x).double(), true_gelu(x)

@@ -125,13 +125,16 @@ def test_operators_inside_of_blocks(activation: str, recompute: str, monkeypatch
 @interpreter
 @pytest.mark.parametrize("kind", ["gelu", "swiglu"])
 def test_kernels_of_activations(kind: str) -> None:
-    """Mutations tried, each red: PLACEHOLDER"""
+    """Mutations tried, each red: slopes of both signs exchanged; the density without its x, or to the base of 2; a last
+    element left out; a value next to its gate where runs are longer; long runs placed as short ones; the value for the gate in
+    the value's gradient; s for silu's whole slope."""
     found = of("pointwise_cases", kind)
     wrong = {name: value for name, value in found.items() if not value <= LIMIT[name.rsplit(" ", 1)[1]]}
     assert found and not wrong, wrong
 
 
-# As a polynomial of log2 Q with one coefficient less (fitted anew) is 1.5e-7 off. Mutations tried, each red: PLACEHOLDER
+# Mutations tried, each red: 1.1511 or 5.057e-5 for a coefficient; GELU cut off
+# at 6 instead of 8; 0.39894 for the density at 0.
 @pytest.mark.slow
 @interpreter
 def test_gelu_over_all_of_its_range() -> None:
@@ -142,7 +145,7 @@ def test_gelu_over_all_of_its_range() -> None:
     assert found["tails share of other bits than torch"] < 1e-3
 
 
-# Mutations tried, each red: PLACEHOLDER
+# Mutations tried, each red: no cut at 8; NaN taken for 8.
 @pytest.mark.slow
 @interpreter
 def test_gelu_of_what_is_no_number() -> None:
@@ -150,7 +153,8 @@ def test_gelu_of_what_is_no_number() -> None:
     assert len(found) == 4 and all(value is True for value in found.values()), found
 
 
-# Mutations tried, each red: PLACEHOLDER
+# Mutations tried, each red: a shift that copies the sign; no site; another
+# threshold; one multiplication less; the features of the first block for all; fp64 scaled in fp32.
 @pytest.mark.slow
 @interpreter
 def test_dropout_has_the_bits_of_the_plain_version() -> None:

@@ -1,8 +1,8 @@
 """Blocks whose forward and backward are each recorded once and then replayed: one launch where the host made a hundred.
 
-The first pass through the blocks with arguments of some shapes runs as ever (it compiles, and shows which arguments all blocks
-share), the second one in a row is recorded, those after it are replayed; evaluation, other shapes and whatever else does not fit
-run as before. A recording computes over memory that stays:
+The first pass through the blocks with arguments of some shapes runs as ever (it compiles, and shows which arguments all
+blocks share), the second one in a row is recorded, those after it are replayed; evaluation, other shapes and whatever else does
+not fit run as before. A recording computes over memory that stays:
 
     input of block 0, what all blocks share, what each gets of its own    copied in
     output of block i                                                     is the input of block i + 1: nothing is copied

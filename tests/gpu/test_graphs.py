@@ -135,7 +135,9 @@ def test_each_replay_draws_a_mask_of_attention_of_its_own(compile, counted):
     state, losses = torch.cuda.get_rng_state(), []
     for step in range(6):
         engine.zero()
-        engine.run(1, lambda model, n: model(**batch(engine, 0, 0)), 1e-3, lambda n, parts: losses.append(parts.loss_sum.detach()))
+        engine.run(
+            1, lambda model, n: model(**batch(engine, 0, 0)), 1e-3, lambda n, parts: losses.append(parts.loss_sum.detach())
+        )
         if step == 0:
             drawn = torch.cuda.get_rng_state()
     assert counted[0].replayed == 8 * 5

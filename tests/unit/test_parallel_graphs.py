@@ -14,7 +14,6 @@ from meshwright.distributed import device as devices
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.kernels.dropout import position_keys
 from meshwright.models import build, initialize
-from meshwright.models.trunk import Trunk
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.engine import Engine
 from meshwright.spec.plan import Plan
@@ -63,12 +62,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
 
 def engine_of(name: str, *, graphs: bool, precision: str = "fp32", compile: str = "off", ema: float = 0.0, **model) -> Engine:
     sizes = {"layers": LAYERS, "width": 32, "heads": 4, "ffn": 64, "vocab": 61, "max_len": LENGTH}
-    made = build(ModelConfig(**{**sizes, "dropout": 0.1, "attention_dropout": 0.0, **MODELS[name], **model}), {"encoder": "mlm", "decoder": "lm"}[name])
+    values = {**sizes, "dropout": 0.1, "attention_dropout": 0.0, **MODELS[name], **model}
+    made = build(ModelConfig(**values), "mlm" if name == "encoder" else "lm")
     initialize(made, 0, CPU)
     plan = Plan(micro_batch=ROWS, precision=precision, compile=compile, graphs=graphs)
-    return parallelize(
-        made.train(), plan=plan, mesh=None, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema
-    )
+    return parallelize(made.train(), plan=plan, mesh=None, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema)
 
 
 def batch(step: int, number: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -89,13 +87,15 @@ def evaluated(engine: Engine) -> float:
 def train(engine: Engine, steps: int = STEPS, micro: int = MICRO, ragged: bool = False, extra: Any = None) -> list[Any]:
     """Losses, gradients and weights of every step, and what evaluation between them gave."""
     out: list[Any] = []
+
+    def taken(number: int, parts: Any) -> None:
+        out.append(parts.loss_sum.detach())
+
     for step in range(steps):
         engine.zero()
         batches = [batch(step, n, 1 if ragged and n == micro - 1 else ROWS) for n in range(micro)]
         batches = [one | (extra(step, n) if extra else {}) for n, one in enumerate(batches)]
-        engine.run(
-            micro, lambda model, n, each=batches: model(**each[n]), 1e-2, lambda n, parts: out.append(parts.loss_sum.detach())
-        )
+        engine.run(micro, lambda model, n, each=batches: model(**each[n]), 1e-2, taken)
         engine.finish()
         out += [piece.tensor.clone() for piece in engine.gradient_state()]
         engine.update(1e-2, 1.0)
@@ -116,8 +116,6 @@ def test_losses_gradients_and_weights_have_the_same_bits(name, precision, record
     assert same(ours, train(engine_of(name, graphs=False, precision=precision, ema=0.5)))
     (used,) = recorder
     assert used.recorded == 2 * LAYERS and used.replayed == 2 * LAYERS * (STEPS * MICRO - 1)
-
-
 
 
 @pytest.mark.slow

@@ -202,8 +202,8 @@ def records(device: torch.device | str) -> bool:
 
 class Recorder:
     """Records what a call launches, for a device that `records`. What the calls allocate on their way is in memory that all
-    recordings share: none may be replayed beside another, and those that leave something to others run in the order in which they
-    were recorded. Memory of what outlives a call is allocated before, or stays as long as a tensor over it is kept."""
+    recordings share: none may be replayed beside another, and those that leave something to others run in the order of their
+    recording. Memory of what outlives a call is allocated before, or stays as long as a tensor over it is kept."""
 
     def __init__(self, device: torch.device):
         self._device, self._pool = device, torch.cuda.graph_pool_handle()

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.schema import ModelConfig, OptimizerConfig
 from meshwright.distributed import device as devices
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.kernels.dropout import position_keys
 from meshwright.models import build, initialize
+from meshwright.models.layers import layer_keys
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.engine import Engine
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from tests.ranks.replicas import Toy
 
@@ -60,13 +63,23 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
     return made
 
 
-def engine_of(name: str, *, graphs: bool, precision: str = "fp32", compile: str = "off", ema: float = 0.0, **model) -> Engine:
+def engine_of(
+    name: str,
+    *,
+    graphs: bool,
+    precision: str = "fp32",
+    compile: str = "off",
+    ema: float = 0.0,
+    layout: Layout = Layout(),  # frozen
+    mesh: DeviceMesh | None = None,
+    **model,
+) -> Engine:
     sizes = {"layers": LAYERS, "width": 32, "heads": 4, "ffn": 64, "vocab": 61, "max_len": LENGTH}
     values = {**sizes, "dropout": 0.1, "attention_dropout": 0.0, **MODELS[name], **model}
     made = build(ModelConfig(**values), "mlm" if name == "encoder" else "lm")
     initialize(made, 0, CPU)
-    plan = Plan(micro_batch=ROWS, precision=precision, compile=compile, graphs=graphs)
-    return parallelize(made.train(), plan=plan, mesh=None, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema)
+    plan = Plan(layout, micro_batch=ROWS, precision=precision, compile=compile, graphs=graphs)
+    return parallelize(made.train(), plan=plan, mesh=mesh, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema)
 
 
 def batch(step: int, number: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -84,8 +97,10 @@ def evaluated(engine: Engine) -> float:
     return loss
 
 
-def train(engine: Engine, steps: int = STEPS, micro: int = MICRO, ragged: bool = False, extra: Any = None) -> list[Any]:
-    """Losses, gradients and weights of every step, and what evaluation between them gave."""
+def train(
+    engine: Engine, steps: int = STEPS, micro: int = MICRO, ragged: bool = False, extra: Any = None, between: bool = True
+) -> list[Any]:
+    """Losses, gradients and, `between` steps, weights and what evaluation gave."""
     out: list[Any] = []
 
     def taken(number: int, parts: Any) -> None:
@@ -99,8 +114,9 @@ def train(engine: Engine, steps: int = STEPS, micro: int = MICRO, ragged: bool =
         engine.finish()
         out += [piece.tensor.clone() for piece in engine.gradient_state()]
         engine.update(1e-2, 1.0)
-        out += [parameter.detach().clone() for parameter in engine.model.parameters()]
-        out.append(torch.tensor(evaluated(engine)))
+        if between:
+            out += [parameter.detach().clone() for parameter in engine.model.parameters()]
+            out.append(torch.tensor(evaluated(engine)))
     return out
 
 
@@ -244,3 +260,19 @@ def test_what_cannot_be_recorded_is_refused():
         engine_of("decoder", graphs=True)
     with pytest.raises(LayoutError, match="only our own models"):
         parallelize(Toy(), plan=plan, mesh=None, table=None, optimizer=OptimizerConfig(), device=CPU)
+
+
+def test_an_argument_that_only_one_block_has(recorder):
+    """All blocks had the same angles when they were recorded: a block with others, and those behind it, are called."""
+    found = []
+    for graphs in (True, False):
+        engine = engine_of("decoder", graphs=graphs)
+        train(engine, steps=1)
+        model, given = engine.model, batch(0, 0)
+        cos, sin = model.rope(LENGTH, None, CPU, torch.float32)
+        x = model.embed(given["tokens"], None, given["dropout_key"])
+        for index, layer in enumerate(model.layers):
+            angles = (cos, sin) if index != 1 else (sin, cos)
+            x = layer(x, *angles, None, None, layer_keys(given["dropout_key"], index))
+        found.append(x.detach())
+    assert torch.equal(*found) and recorder[0].replayed == 2 * LAYERS * (MICRO - 1) + 1

@@ -38,7 +38,7 @@ def trained(layout: Layout, graphs: bool) -> tuple[list[torch.Tensor], int]:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_train_to_the_same_bits(ranks, name):
-    # Red when a block does not wait for its weights: `Replays` called around the hooks of a block, not inside.
+    # Red when the gradient of the last output is not copied in.
     ours, plain = (ranks(2).run(trained, LAYOUTS[name], graphs) for graphs in (True, False))
     for (mine, replayed), (called, _) in zip(ours, plain, strict=True):
         assert alone.same(mine, called) and replayed == 2 * alone.LAYERS * 5

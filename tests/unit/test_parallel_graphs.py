@@ -1,5 +1,12 @@
 """Replayed blocks compute what called ones do, on a stand-in for the device: it calls again what was recorded, and leaves the
-results in the memory of the first call, as a device does."""
+results in the memory of the first call, as a device does.
+
+Mutations tried, each red: the gradient of the last output, a block's own arguments, those of all blocks or the first input are not
+copied in; a gradient stays in its static memory as `.grad`; the random state is not put back; a pass that waits for its backward
+is not waited for, or for ever; a second backward is let through; addresses of weights, or whether an argument is still that of
+all blocks, are not looked at; every argument is taken for one of all blocks; shapes are recorded without a limit, or when they
+came twice, but not in a row; evaluation is taken for training.
+"""
 
 from __future__ import annotations
 
@@ -276,3 +283,15 @@ def test_an_argument_that_only_one_block_has(recorder):
             x = layer(x, *angles, None, None, layer_keys(given["dropout_key"], index))
         found.append(x.detach())
     assert torch.equal(*found) and recorder[0].replayed == 2 * LAYERS * (MICRO - 1) + 1
+
+
+def test_evaluation_is_neither_recorded_nor_replayed(recorder):
+    engine = engine_of("decoder", graphs=True)
+    train(engine, steps=1)
+    before = recorder[0].recorded, recorder[0].replayed
+    with torch.no_grad():
+        for _ in range(3):
+            engine.model(**batch(1, 0))
+    engine.model.eval()
+    engine.model(**batch(1, 0))
+    assert (recorder[0].recorded, recorder[0].replayed) == before

@@ -2,10 +2,10 @@
 results in the memory of the first call, as a device does.
 
 Mutations tried, each red: the gradient of the last output, a block's own arguments, those of all blocks or the first input are
-not copied in; a gradient stays in its static memory as `.grad`; the random state is not put back; a pass that waits for its
-backward is not waited for, or for ever; a second backward is let through; addresses of weights, or whether an argument is still
-that of all blocks, are not looked at; every argument is taken for one of all blocks; shapes are recorded without a limit, or when
-they came twice, but not in a row; evaluation is taken for training.
+not copied in; a gradient stays in its static memory as `.grad`; the random state is not put back; a pass that waits for
+its backward is not waited for, or for ever; a second backward is let through; addresses of weights, or whether an argument is
+still that of all blocks, are not looked at; every argument is taken for one of all blocks; shapes are recorded without a
+limit, or when they came twice, but not in a row; evaluation is taken for training.
 """
 
 from __future__ import annotations

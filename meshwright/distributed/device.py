@@ -181,7 +181,7 @@ def fetch(values: torch.Tensor) -> Callable[[], list[Any]]:
 
 
 def kept_random(device: torch.device) -> AbstractContextManager[object]:
-    """Random numbers that are drawn inside a `with` block, of the host's and of the device's generator, are drawn again after."""
+    """What is drawn inside a `with` block, from the host's and from the device's generator, is drawn again behind it."""
     if device.type == "cpu":
         return torch.random.fork_rng(devices=())
     index = torch.accelerator.current_device_index() if device.index is None else device.index
@@ -203,8 +203,8 @@ def records(device: torch.device | str) -> bool:
 
 class Recorder:
     """Records what a call launches, for a device that `records`. What the calls allocate on their way is in memory that all
-    recordings share: none may be replayed beside another, but one after another in the order of their recording. Of what outlives
-    a call the memory stays as long as some tensor over it is kept."""
+    recordings share: none may be replayed beside another, and those that leave something to others run in the order of their
+    recording. Memory of what outlives a call is allocated before, or stays as long as a tensor over it is kept."""
 
     def __init__(self, device: torch.device):
         self._device, self._pool = device, torch.cuda.graph_pool_handle()

@@ -1,8 +1,8 @@
 """Blocks whose forward and backward are each recorded once and then replayed: one launch where the host made a hundred.
 
-The first pass through the blocks with arguments of some shapes runs as ever (it compiles, and shows which arguments all blocks
-share), the second one in a row is recorded, those after it are replayed; evaluation, other shapes and whatever else does not fit
-run as before. A recording computes over memory that stays:
+The first pass through the blocks with arguments of some shapes runs as ever (it compiles, and shows which arguments all
+blocks share), the second one in a row is recorded, those after it are replayed; evaluation, other shapes and whatever else does
+not fit run as before. A recording computes over memory that stays:
 
     input of block 0, what all blocks share, what each gets of its own    copied in
     output of block i                                                     is the input of block i + 1: nothing is copied
@@ -20,7 +20,6 @@ runs as without a recording.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +79,13 @@ class Replays:
         self._last: weakref.ref[_Pass] | None = None
         """The last one that was replayed, as long as its autograd graph is there."""
         for number, body in enumerate(self._bodies):
-            body.block.forward = functools.partial(self._call, number)
+            body.block.forward = self._numbered(number)
+
+    def _numbered(self, number: int) -> Callable[..., Any]:
+        def forward(*arguments: Any, **named: Any) -> Any:
+            return self._call(number, *arguments, **named)
+
+        return forward
 
     def _call(self, number: int, *arguments: Any, **named: Any) -> Any:
         key = None if named else _key(arguments)
@@ -99,7 +104,7 @@ class Replays:
                 self._going = None
         if place is None:
             return body.plain(*arguments, **named)
-        return _Replay.apply(place, going, arguments[0], *body.trained)  # type: ignore[no-untyped-call]
+        return _Replay.apply(place, going, arguments[0], *body.trained)
 
     def _begin(self, key: Key | None, arguments: Arguments) -> _Pass | None:
         """A pass that is watched or replayed; None for neither. All recordings share their memory: while one waits for its
@@ -185,8 +190,8 @@ class _Place:
     def _backward(self) -> list[torch.Tensor | None]:
         assert self._graph is not None  # forward comes first
         (output, leaves), self._graph = self._graph, None
-        grads = list(torch.autograd.grad(output, leaves, self.out_grad, allow_unused=True))
-        return grads if self.x.requires_grad else [None, *grads]
+        unasked: list[torch.Tensor | None] = [] if self.x.requires_grad else [None]
+        return [*unasked, *torch.autograd.grad(output, leaves, self.out_grad, allow_unused=True)]
 
 
 class _Recording:

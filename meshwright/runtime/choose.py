@@ -26,9 +26,9 @@ GIB = 2**30
 SAFE_SHARE = 0.85
 """Share of a device that the rough estimate may fill: fragmentation, workspaces and communication buffers take the rest."""
 BLOCK_SECONDS = 1.5e-3
-"""Forward of a block below which the host is late with the launches of the next one. On an H200, where it takes 0.4 ms to launch
-a compiled block, kernels of a 24-layer encoder of width 1,024 (0.69 ms by this count) wait for it, those of BERT-large (2.06) and
-of a Llama of 1.2 billion parameters (4.98) do not."""
+"""Forward of a block below which the host is late with the launches of the next one. On an H200, where it takes 0.4 ms to
+launch a compiled block, kernels of a 24-layer encoder of width 1,024 (0.69 ms by this count) wait for it, those of BERT-large
+(2.06) and of a Llama of 1.2 billion parameters (4.98) do not."""
 BLOCK_FLOPS = 400e12
 """A second, of matrix products in bf16 inside a block: what an H200 does."""
 MICRO_STEPS_A_STAGE = 4
@@ -74,8 +74,8 @@ def choose_plan(
 
 
 def with_graphs(plan: Plan, config: Config, device_type: str, task: str, device_bytes: int | None) -> Plan:
-    """The same plan with `graphs` where that is legal, fits, and a block's forward is so short (`BLOCK_SECONDS`) that the host is
-    what a step waits for: 2 operations a parameter and token, `BLOCK_FLOPS` a second."""
+    """The same plan with `graphs` where that is legal, fits, and a block's forward is so short (`BLOCK_SECONDS`) that the host
+    is what a step waits for: 2 operations a parameter and token, `BLOCK_FLOPS` a second."""
     recorded = replace(plan, graphs=True)
     if not records(device_type) or refused_for(recorded, config.model, task, config.data.seq_len):
         return plan

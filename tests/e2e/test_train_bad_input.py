@@ -128,6 +128,7 @@ def test_plans(refused, tmp_path):
     plan(["layout.tp: 8 ranks, but only 4 query heads", "Use tp: 4 or less"], layout={"tp": 8}, nproc="8")
     plan(["layout.pp: 8 stages for 2 layers", "Use pp * chunks <= 2"], layout={"pp": 8}, nproc="8")
     plan(["--plan: tp 3 does not divide 8 ranks", "Start 6, 9 ranks"], layout={"tp": 3}, nproc="8")
+    refused("--plan", '{"graphs": true}', says=["plan.graphs: true, but a cpu device does not record launches"])
     plan(["plan.overlap: 'yes' is neither true nor false"], overlap="yes")
     plan(["plan.micro_batch: 9999999999999999999999 is not a whole number"], micro_batch=9999999999999999999999)
     plan(["--plan: is for 2 ranks, but 4 are started"], nproc="4")

@@ -109,7 +109,7 @@ def compare(name: str, compile: str, counted: list[Counted], packed: bool = Fals
     assert used.recorded == 8 and used.replayed == 8 * (STEPS * MICRO - 1)
     worst, noise = (max(abs(a - b) / abs(b) for a, b in zip(one, plain, strict=True)) for one in (ours, again))
     print(f"\n{name} {compile}: losses differ by {worst:.1e}, those of two runs without recordings by {noise:.1e}")
-    assert plain[-1] < plain[0] and noise < 1e-3
+    assert len(set(plain[MICRO :: MICRO + 1])) == STEPS and noise < 1e-3  # the one evaluated batch: the weights move
     assert worst <= max(1e-6, 2 * noise)  # backward of attention may sum in another order each time
 
 

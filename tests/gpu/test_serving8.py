@@ -155,7 +155,9 @@ def test_8_bits_beside_bf16(capsys: pytest.CaptureFixture[str]):
         small = quantize_matrices(copy.deepcopy(model), DEVICE)(tokens).float()
     share = float((small - plain).norm() / plain.norm())
     with capsys.disabled():
-        print(f"\nlogits move by {share:.2%} of their size; {float((small.argmax(-1) == plain.argmax(-1)).double().mean()):.1%} alike")
+        print(
+            f"\nlogits move by {share:.2%} of their size; {float((small.argmax(-1) == plain.argmax(-1)).double().mean()):.1%} alike"
+        )
     assert 0.0 < share < 0.15
 
 

@@ -84,7 +84,10 @@ def written(dtype: torch.dtype, device: Any) -> float:
         heads = Heads(group, None, None, cos[:rows].contiguous(), sin[:rows].contiguous())
         module = matrix(kv_heads * (group + 2) * features, width, dtype, device, True)
         x = drawn(1, rows, width, dtype=dtype, device=device)
-        slots, pools, others = torch.tensor([6, 0, 11, 3], device=device)[:rows], *(pools_of(dtype, device, 2, 16) for _ in "fe")
+        slots, pools, others = (
+            torch.tensor([6, 0, 11, 3], device=device)[:rows],
+            *(pools_of(dtype, device, 2, 16) for _ in "fe"),
+        )
         _, q = one_row.heads_linear(x, None, None, module, heads, *pools, slots)
         with mock.patch("meshwright.kernels.fused.fused_kernels", lambda device: None):
             other = fused.turn_and_write(exact(module)(x.double())[0].to(dtype), heads, *others, slots)

@@ -1,5 +1,12 @@
 """Replayed blocks compute what called ones do, on a stand-in for the device: it calls again what was recorded, and leaves the
-results in the memory of the first call, as a device does."""
+results in the memory of the first call, as a device does.
+
+Mutations tried, each red: the gradient of the last output, a block's own arguments, those of all blocks or the first input are
+not copied in; a gradient stays in its static memory as `.grad`; the random state is not put back; a pass that waits for
+its backward is not waited for, or for ever; a second backward is let through; addresses of weights, or whether an argument is
+still that of all blocks, are not looked at; every argument is taken for one of all blocks; shapes are recorded without a
+limit, or when they came twice, but not in a row; evaluation is taken for training.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +15,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.config.schema import ModelConfig, OptimizerConfig
 from meshwright.distributed import device as devices
 from meshwright.errors import LayoutError, MeshwrightError
 from meshwright.kernels.dropout import position_keys
 from meshwright.models import build, initialize
-from meshwright.models.trunk import Trunk
+from meshwright.models.layers import layer_keys
 from meshwright.parallel.apply import parallelize
 from meshwright.parallel.engine import Engine
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from tests.ranks.replicas import Toy
 
@@ -61,15 +70,23 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> list[Standing]:
     return made
 
 
-def engine_of(name: str, *, graphs: bool, precision: str = "fp32", compile: str = "off", ema: float = 0.0, **model) -> Engine:
+def engine_of(
+    name: str,
+    *,
+    graphs: bool,
+    precision: str = "fp32",
+    compile: str = "off",
+    ema: float = 0.0,
+    layout: Layout = Layout(),  # frozen
+    mesh: DeviceMesh | None = None,
+    **model,
+) -> Engine:
     sizes = {"layers": LAYERS, "width": 32, "heads": 4, "ffn": 64, "vocab": 61, "max_len": LENGTH}
-    made = build(
-        ModelConfig(**{**sizes, "dropout": 0.1, "attention_dropout": 0.0, **MODELS[name], **model}),
-        {"encoder": "mlm", "decoder": "lm"}[name],
-    )
+    values = {**sizes, "dropout": 0.1, "attention_dropout": 0.0, **MODELS[name], **model}
+    made = build(ModelConfig(**values), "mlm" if name == "encoder" else "lm")
     initialize(made, 0, CPU)
-    plan = Plan(micro_batch=ROWS, precision=precision, compile=compile, graphs=graphs)
-    return parallelize(made.train(), plan=plan, mesh=None, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema)
+    plan = Plan(layout, micro_batch=ROWS, precision=precision, compile=compile, graphs=graphs)
+    return parallelize(made.train(), plan=plan, mesh=mesh, table=made.table, optimizer=OptimizerConfig(), device=CPU, ema=ema)
 
 
 def batch(step: int, number: int, rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -87,21 +104,26 @@ def evaluated(engine: Engine) -> float:
     return loss
 
 
-def train(engine: Engine, steps: int = STEPS, micro: int = MICRO, ragged: bool = False, extra: Any = None) -> list[Any]:
-    """Losses, gradients and weights of every step, and what evaluation between them gave."""
+def train(
+    engine: Engine, steps: int = STEPS, micro: int = MICRO, ragged: bool = False, extra: Any = None, between: bool = True
+) -> list[Any]:
+    """Losses, gradients and, `between` steps, weights and what evaluation gave."""
     out: list[Any] = []
+
+    def taken(number: int, parts: Any) -> None:
+        out.append(parts.loss_sum.detach())
+
     for step in range(steps):
         engine.zero()
         batches = [batch(step, n, 1 if ragged and n == micro - 1 else ROWS) for n in range(micro)]
         batches = [one | (extra(step, n) if extra else {}) for n, one in enumerate(batches)]
-        engine.run(
-            micro, lambda model, n, each=batches: model(**each[n]), 1e-2, lambda n, parts: out.append(parts.loss_sum.detach())
-        )
+        engine.run(micro, lambda model, n, each=batches: model(**each[n]), 1e-2, taken)
         engine.finish()
         out += [piece.tensor.clone() for piece in engine.gradient_state()]
         engine.update(1e-2, 1.0)
-        out += [parameter.detach().clone() for parameter in engine.model.parameters()]
-        out.append(torch.tensor(evaluated(engine)))
+        if between:
+            out += [parameter.detach().clone() for parameter in engine.model.parameters()]
+            out.append(torch.tensor(evaluated(engine)))
     return out
 
 
@@ -223,15 +245,20 @@ def test_a_second_backward_is_refused(recorder):
 
 
 def test_weights_that_are_elsewhere_are_not_replayed(recorder):
-    """Inside `masters` parameters are other memory; behind it they are where the recording looks for them."""
+    """Neither the masters, nor one weight of another address: its block and those behind it are called. Behind both, parameters
+    are where the recording looks for them."""
     ours, plain = engine_of("decoder", graphs=True, precision="bf16"), engine_of("decoder", graphs=False, precision="bf16")
     assert same(train(ours, steps=1), train(plain, steps=1))
     before, losses = recorder[0].replayed, []
     for engine in (ours, plain):
         with engine.masters() as model:
             losses.append(model(**batch(9, 0)).loss_sum.detach())
-    assert torch.equal(*losses) and recorder[0].replayed == before
-    assert same(train(ours, steps=1), train(plain, steps=1)) and recorder[0].replayed == before + 2 * LAYERS * MICRO
+        weight = engine.model.layers[1].mlp.up.weight
+        home, weight.data = weight.data, 2 * weight.data
+        losses.append(engine.model(**batch(9, 0)).loss_sum.detach())
+        weight.data = home
+    assert losses[:2] == losses[2:] and recorder[0].replayed == before + 1
+    assert same(train(ours, steps=1), train(plain, steps=1)) and recorder[0].replayed == before + 1 + 2 * LAYERS * MICRO
 
 
 def test_what_cannot_be_recorded_is_refused():
@@ -240,3 +267,31 @@ def test_what_cannot_be_recorded_is_refused():
         engine_of("decoder", graphs=True)
     with pytest.raises(LayoutError, match="only our own models"):
         parallelize(Toy(), plan=plan, mesh=None, table=None, optimizer=OptimizerConfig(), device=CPU)
+
+
+def test_an_argument_that_only_one_block_has(recorder):
+    """All blocks had the same angles when they were recorded: a block with others, and those behind it, are called."""
+    found = []
+    for graphs in (True, False):
+        engine = engine_of("decoder", graphs=graphs)
+        train(engine, steps=1)
+        model, given = engine.model, batch(0, 0)
+        cos, sin = model.rope(LENGTH, None, CPU, torch.float32)
+        x = model.embed(given["tokens"], None, given["dropout_key"])
+        for index, layer in enumerate(model.layers):
+            angles = (cos, sin) if index != 1 else (sin, cos)
+            x = layer(x, *angles, None, None, layer_keys(given["dropout_key"], index))
+        found.append(x.detach())
+    assert torch.equal(*found) and recorder[0].replayed == 2 * LAYERS * (MICRO - 1) + 1
+
+
+def test_evaluation_is_neither_recorded_nor_replayed(recorder):
+    engine = engine_of("decoder", graphs=True)
+    train(engine, steps=1)
+    before = recorder[0].recorded, recorder[0].replayed
+    with torch.no_grad():
+        for _ in range(3):
+            engine.model(**batch(1, 0))
+    engine.model.eval()
+    engine.model(**batch(1, 0))
+    assert (recorder[0].recorded, recorder[0].replayed) == before

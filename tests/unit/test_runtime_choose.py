@@ -8,8 +8,7 @@ from meshwright.config.schema import Config
 from meshwright.errors import LayoutError
 from meshwright.plan.memory import StateBytes, state_bytes
 from meshwright.runtime.choose import SAFE_SHARE, bucket_mib, choose_plan, layouts, memory_bytes
-from meshwright.spec.counts import parameter_count
-from meshwright.spec.counts import rank_parameters
+from meshwright.spec.counts import parameter_count, rank_parameters
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 

@@ -76,8 +76,9 @@ def parallelize(
     goes next, since it changes which block of a parameter exists here, then expert parallelism, which takes whole experts of
     what is left; then ties across stages, of whatever blocks those are. Context parallelism changes no parameter, only which
     positions there are and how attention sees the others; its exchanges are inside of blocks. Then the linear layers of blocks
-    are those of fp8. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism is last, since it moves the parameters into its buffers
-    and hooks them: whatever replaced a parameter after that would be trained by nobody.
+    are those of fp8. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism is last,
+    since it moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would be trained by
+    nobody.
     """
     sync = sync or SyncConfig()
     _check(plan, mesh, sync)

@@ -1,5 +1,5 @@
-"""The 8-bit linear layer on a GPU: the bits of its plain version, and what each part costs. `pytest -m gpu -s tests/gpu/test_fp8.py`
-prints the times at the shapes of a Llama of 1 B parameters, 16384 tokens."""
+"""The 8-bit linear layer on a GPU: the bits of its plain version, and what each part costs. `pytest -m gpu -s
+tests/gpu/test_fp8.py` prints the times at the shapes of a Llama of 1 B parameters, 16384 tokens."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def cases(device: torch.device | str, representable: bool) -> dict[str, int]:
 
 
 def poisoned(device: torch.device | str, value: float) -> list[bool]:
-    """By row of [4, 16] with one such number in row 1, whether what its 8 bits and scale stand for is NaN; then of the whole."""
+    """By row of [4, 16] with one such number in row 1, whether its 8 bits and scale stand for NaN; then of the whole."""
     x = torch.ones(4, 16, device=device)
     x[1, 3] = value
     rows = fp8.row_largest(x)

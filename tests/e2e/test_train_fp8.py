@@ -16,8 +16,7 @@ from tests.e2e import helpers as e2e
 
 
 def test_a_run_goes_on_in_bf16_and_back(ranks, tmp_path):
-    """Mutations tried, each red: what is trained in 8 bits is another parameter than what is saved; no note; a resume that
-    refuses another precision."""
+    """What is saved is fp32 masters under the names of bf16, whichever precision trained them."""
     config = e2e.settings(tmp_path / "config.yaml", precision="fp8", train={"steps": 4}, evaluate={"every": 4})
     run, schedule = tmp_path / "run", "--train.schedule.total=8"
     said = e2e.train_in(ranks(2), config, run, schedule)
@@ -37,7 +36,6 @@ def test_a_run_goes_on_in_bf16_and_back(ranks, tmp_path):
 
 
 def test_a_gpu_without_such_products_is_refused_before_it_is_taken(tmp_path, monkeypatch):
-    # Red when the set-up does not ask; on another device than the first GPU it would not be this finding.
     monkeypatch.setattr(devices, "name", lambda device: f"Tesla V100 {device.index}")
     monkeypatch.setattr(devices, "count", lambda kind: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))

@@ -5,12 +5,14 @@ python -m meshwright.bench.ceilings [--workloads llama-1b,bert-large] [--describ
 Prints one JSON object a line. The floor of a step is the time of every matmul at its own shape (forward, input gradient, weight
 gradient) and of attention forward and backward at the fastest backend, each measured by itself on random data: no norm,
 activation, dropout, optimizer, launch gap or communication. The `limit` is the rate of a device that needs the floor and no
-more; in the same precision only a version that does less work is faster.
+more; in the same precision only a version that does less work is faster. On a device that multiplies in 8 bits there is a
+`limit_fp8` too, with the products of the blocks as `precision: fp8` has them, and without its casts.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 from collections.abc import Iterable
@@ -24,12 +26,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from meshwright.bench.measure import median_seconds
 from meshwright.bench.workloads import WORKLOADS, Workload
 from meshwright.distributed import device as devices
+from meshwright.kernels import fp8
 from meshwright.observe.flops import attention_pairs, peak_rate
 
 __all__ = ["Attention", "Floor", "Matmul", "attention_of", "floor", "head_positions", "limit", "matmuls", "step_flops"]
 
 _BACKENDS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 _CPU_BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
+_INSIDE = ("qkv", "attention.out", "mlp.up", "mlp.down")
+"""Matmuls of `matmuls` that the blocks have."""
 _ALIGN = 64
 """Output matrices may be padded to a multiple of this many rows, when that is faster."""
 
@@ -131,10 +136,14 @@ def limit(workload: Workload, seconds: float) -> float:
     return workload.rows * (workload.seq_len if workload.unit == "tokens" else 1) / seconds
 
 
-def floor(workload: Workload, device: torch.device) -> Floor:
-    """Measured here and now, in bf16."""
+def floor(workload: Workload, device: torch.device, precision: str = "bf16") -> Floor:
+    """Measured here and now. precision: bf16, or fp8, which is that of the matmuls inside of the blocks."""
     matmul = 0.0
     for part in matmuls(workload):
+        inside = part.name in _INSIDE and part.outputs % fp8.ALIGNED == part.inputs % fp8.ALIGNED == 0
+        if precision == "fp8" and inside:
+            matmul += part.count * _three_products_fp8(part, device)
+            continue
         seconds = _three_products(part, device)
         if part.outputs % _ALIGN:
             seconds = min(seconds, _three_products(replace(part, outputs=-(-part.outputs // _ALIGN) * _ALIGN), device))
@@ -152,6 +161,25 @@ def _three_products(part: Matmul, device: torch.device) -> float:
     outputs = _random(part.rows, part.outputs, device=device)
     products = (lambda: inputs @ weight.t(), lambda: outputs @ weight, lambda: outputs.t() @ inputs)
     return sum(median_seconds(product, device) for product in products)
+
+
+def _three_products_fp8(part: Matmul, device: torch.device) -> float:
+    """As the layers of `precision: fp8` have them (`kernels.fp8`)."""
+
+    def factor(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = _random(rows, columns, device=device)
+        largest = fp8.row_largest(made)
+        return fp8.cast(made, largest, largest.amax(), True, False)[:2]
+
+    found = 0.0
+    for rows, columns, depth, fast in (
+        (part.rows, part.outputs, part.inputs, fp8.FAST_OUTPUT),
+        (part.rows, part.inputs, part.outputs, fp8.FAST_INPUT),
+        (part.outputs, part.inputs, part.rows, fp8.FAST_WEIGHT),
+    ):
+        factors = (*factor(rows, depth), *factor(columns, depth), torch.bfloat16, fast)
+        found += median_seconds(functools.partial(fp8.multiply, *factors), device)
+    return found
 
 
 def _attention(part: Attention, device: torch.device) -> tuple[float, str]:
@@ -213,11 +241,13 @@ def measure(workloads: Iterable[Workload], device: torch.device) -> Iterable[dic
     for precision in ("bf16", "tf32"):
         yield {"what": "matmul", "precision": precision, "size": size, "flops_per_s": matmul_rate(device, precision, size)}
     yield {"what": "copy", "bytes": copied, "bytes_per_s": copy_rate(device, copied)}
+    eight = device.type != "cpu" and not devices.fp8_findings(device)  # which a CPU emulates
     for workload in workloads:
-        found = floor(workload, device)
-        record = {"what": "limit", "workload": workload.name, "unit": workload.unit, "limit": limit(workload, found.seconds)}
-        parts = {"matmul_seconds": found.matmul, "attention_seconds": found.attention, "attention_backend": found.backend}
-        yield {**record, "seconds": found.seconds, **parts, "flops": step_flops(workload)}
+        for what, precision in (("limit", "bf16"), *([("limit_fp8", "fp8")] if eight else [])):
+            found = floor(workload, device, precision)
+            record = {"what": what, "workload": workload.name, "unit": workload.unit, "limit": limit(workload, found.seconds)}
+            parts = {"matmul_seconds": found.matmul, "attention_seconds": found.attention, "attention_backend": found.backend}
+            yield {**record, "seconds": found.seconds, **parts, "flops": step_flops(workload)}
 
 
 def main() -> None:

@@ -35,6 +35,9 @@ ALIGNED = 16
 LEAST = 9
 """Smallest biased exponent of a largest magnitude, 2**-118: a scale, and one over it, are then normal numbers."""
 
+FAST_OUTPUT, FAST_INPUT, FAST_WEIGHT = True, True, False
+"""Which of the three products may sum with fewer bits (`multiply`). The gradient of a weight is summed over all tokens."""
+
 
 def row_largest(x: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each row, [M, K] -> [M], in the dtype of x; NaN where a row has one."""
@@ -123,7 +126,7 @@ class _Linear(torch.autograd.Function):
         weight8, weight_scale, _, _ = cast(weight, weight_rows, weight_whole, True, False)
         # the weight itself and not its 8 bits: those of all layers would be one byte a parameter, and ZeRO-3 frees it meanwhile
         ctx.save_for_backward(x8_turned, x_turned_scale, weight, weight_rows, weight_whole)
-        return multiply(x8, x_scale, weight8, weight_scale, x.dtype, True)[: x.shape[0]]
+        return multiply(x8, x_scale, weight8, weight_scale, x.dtype, FAST_OUTPUT)[: x.shape[0]]
 
     @staticmethod
     @once_differentiable
@@ -133,9 +136,8 @@ class _Linear(torch.autograd.Function):
         rows = row_largest(gradient)
         g8, g_scale, g8_turned, g_turned_scale = cast(gradient, rows, rows.amax(), True, True)
         _, _, weight8, weight_scale = cast(weight, weight_rows, weight_whole, False, True)
-        to_x = multiply(g8, g_scale, weight8, weight_scale, gradient.dtype, True)
-        # summed over the tokens, of which there are many: with all bits
-        to_weight = multiply(g8_turned, g_turned_scale, x8_turned, x_turned_scale, weight.dtype, False)
+        to_x = multiply(g8, g_scale, weight8, weight_scale, gradient.dtype, FAST_INPUT)
+        to_weight = multiply(g8_turned, g_turned_scale, x8_turned, x_turned_scale, weight.dtype, FAST_WEIGHT)
         return to_x[: gradient.shape[0]], to_weight
 
 

@@ -31,8 +31,9 @@ class Fp8Linear(nn.Linear):
 
 def multiply_in_fp8(model: nn.Module, plan: Plan, device: torch.device) -> str:
     """Puts an `Fp8Linear` in the place of each `nn.Linear` inside of the blocks of one of our models: the same parameters,
-    by the same names; returns a note for the log, empty for another precision. Call it before blocks are recomputed or compiled. The layers outside (embedding, head, classifier),
-    routers and experts stay as they are, and so does one whose sizes are no multiples of 16.
+    by the same names; returns a note for the log, empty for another precision. Call it before blocks are recomputed or
+    compiled. The layers outside (embedding, head, classifier), routers and experts stay as they are, and so does one whose
+    sizes are no multiples of 16.
 
     Raises LayoutError for a device without such products, for a model that is not one of ours, and where there is nothing to
     convert.

@@ -50,7 +50,7 @@ def state_bytes(
     gather: str = "twice",
     offload: str = "none",
 ) -> StateBytes:
-    """With P parameters of w bytes (bf16, fp16 and fp8 2, fp32 4, fp64 8), g = max(w, 4), N = dp_shard cp, k tensors of optimizer
+    """With P parameters of w bytes (bf16, fp16, fp8 2, fp32 4, fp64 8), g = max(w, 4), N = dp_shard cp, k tensors of optimizer
     state (moments, average where kept, masters where w < g), E parameters outside of the blocks and B in the largest block:
 
                     weights   gradients                  optimizer     gathered

@@ -230,6 +230,9 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         selective    e (width + q + f)            2 e width       -
         full         -                            e width         -
 
+    fp8 keeps the inputs of matrices in 8 bits: without recompute 2 width and ffn less, width more for what attention gives,
+    which is kept beside. And 2 bytes an element of the widest of them, while it is cast.
+
     Tensor ranks share the first column, under sequence parallelism the second too; the third is whole on each. A stage of a
     pipeline keeps those of as many micro-batches as are under way. Context-parallel ranks have 1/cp of the tokens. Recompute
     has one whole layer beside them. And 8 bytes a logit for one chunk of the head. Activations in host memory are not taken
@@ -263,6 +266,12 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
         "full": (0, e * model.width, 0),
     }
 
+    casts = 0
+    if config.precision == "fp8":
+        inside, between, inputs = kinds["none"]
+        kinds["none"] = (inside - model.ffn + model.width, between, inputs - 2 * model.width)
+        casts = 2 * max(f, round(q))
+
     def layer(recompute: str) -> float:
         inside, between, inputs = kinds[recompute]
         return inside / tp + between / (tp if plan.sequence_parallel else 1) + inputs
@@ -273,7 +282,7 @@ def memory_bytes(config: Config, micro_batch: int, task: str, plan: Plan) -> flo
     layers = model.layers / layout.pp * under_way * kept + (layer("none") if plan.recompute != "none" else 0)
     head = 8 * (model.vocab or 0) * min(tokens, 8192) / tp
     recorded = model.layers * (e * held.block + tokens * (e * model.width + 4)) if plan.graphs else 0
-    return states.total + e * largest + tokens * layers + head + recorded
+    return states.total + e * largest + tokens * (layers + casts) + head + recorded
 
 
 def _under_way(plan: Plan, steps: int) -> float:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -84,6 +85,30 @@ def test_floor_adds_every_product(monkeypatch: pytest.MonkeyPatch) -> None:
     # 4 matmuls in 2 layers and the head, three products each; attention of 2 layers (mutation: no count: red)
     assert (found.matmul, found.attention, found.seconds) == (27.0, 2.0, 29.0)
     assert shapes[:3] == [(256, 192), (256, 64), (192, 64)]  # qkv: forward, input gradient, weight gradient
+
+
+def test_floor_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Red when the head is multiplied in 8 bits, and when a layer that does not divide by 16 is.
+    monkeypatch.setattr(ceilings, "_three_products", lambda part, device: 1.0)
+    monkeypatch.setattr(ceilings, "_three_products_fp8", lambda part, device: 0.25)
+    monkeypatch.setattr(ceilings, "_attention", lambda part, device: (0.0, "math"))
+    smoke = WORKLOADS["smoke"]
+    assert ceilings.floor(smoke, CPU, "fp8").matmul == 2 * 4 * 0.25 + 1.0
+    odd = replace(smoke, model={**smoke.model, "ffn": 72})
+    assert ceilings.floor(odd, CPU, "fp8").matmul == 2 * (3 * 0.25 + 1.0) + 1.0
+
+
+def test_products_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Red when the depth of a product is not that of bf16's.
+    shapes = []
+
+    def one_second(call: Callable[[], torch.Tensor], device: torch.device) -> float:
+        shapes.append(tuple(call().shape))
+        return 1.0
+
+    monkeypatch.setattr(ceilings, "median_seconds", one_second)
+    assert ceilings._three_products_fp8(Matmul("qkv", 64, 48, 32), CPU) == 3.0
+    assert shapes == [(64, 48), (64, 32), (48, 32)]
 
 
 def test_floor_may_pad_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,8 +86,8 @@ def test_the_largest_is_never_cut_and_no_scale_overflows():
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_stays_seen(bad):
-    """In the row of the output, in that of the gradient, and in the whole gradient of the weight. Red with the scale of a finite
-    number: a cast that saturates makes 448 of an infinity."""
+    """In the row of the output, in that of the gradient, and in the whole gradient of the weight. Red with the scale of a
+    finite number: a cast that saturates makes 448 of an infinity."""
     x = drawn(M, K, dtype=torch.float32, seed=0)
     x[3, 5] = bad
     x.requires_grad_()
@@ -144,3 +151,29 @@ def test_half_of_the_input_is_kept():
     sizes = sum(each.numel() * each.element_size() for each in kept if each is not weight)
     assert sizes == 64 * K + 4 * K + 2 * (N + 1)
     assert fp8.ALIGNED == 16
+
+
+@functools.cache
+def interpreted() -> dict[str, dict[str, list[bool] | int]]:
+    """All cases in one process of Triton's interpreter, which must be chosen before it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.fp8_cases"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which the extra `kernels` brings")
+def test_the_kernel_is_the_plain_cast_bit_for_bit():
+    """Mutations tried, each red: the scale of a row for the transposed copy; rows beyond the end not zero; the scale of the
+    first column block only; a transposed copy that is not; the scale of a finite number for one that is not."""
+    found = interpreted()
+    assert len(found["differing"]) == 24
+    assert {name: count for name, count in found["differing"].items() if count} == {}
+    assert found["poisoned"] == {value: [False, True, False, False, True] for value in ("inf", "-inf", "nan")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright.config.schema import Config
@@ -139,6 +141,17 @@ def test_recompute_leaves_less_in_memory():
     whole, selective, full = (memory(Layout(), 8, recompute=how) for how in ("none", "selective", "full"))
     assert whole > selective > full
     assert memory(Layout(), 8, recompute="full", recompute_every=2) > full
+
+
+def test_fp8_keeps_the_inputs_of_matrices_in_8_bits():
+    # By hand, a layer and token: 2 width + ffn - width less, and 2 bytes of the widest matrix once. Red with a term left out.
+    model, plan = config().model, Plan(precision="bf16")
+    wide = max(model.ffn * (2 if model.activation == "swiglu" else 1), 3 * model.width)
+    eight = config().model_copy(update={"precision": "fp8"})
+    less = memory_bytes(config(), 3, "lm", plan) - memory_bytes(eight, 3, "lm", replace(plan, precision="fp8"))
+    tokens = 3 * config().data.seq_len
+    assert less == pytest.approx(tokens * (model.layers * (model.width + model.ffn) - 2 * wide), rel=1e-9)
+    assert state_bytes(1000, "fp8", Layout()) == state_bytes(1000, "bf16", Layout())
 
 
 def test_a_part_of_a_plan_is_completed():

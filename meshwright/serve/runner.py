@@ -142,7 +142,9 @@ class Runner:
     def _allocate(self, blocks: int) -> None:
         """Pages for so many blocks, and one that belongs to nobody."""
         self._forward.cache = [
-            tuple(torch.zeros(blocks + 1, self.block_size, *shape, dtype=self.cache_dtype, device=self.device) for _ in range(2))  # type: ignore[misc]
+            tuple(
+                torch.zeros(blocks + 1, self.block_size, *shape, dtype=self.cache_dtype, device=self.device) for _ in range(2)
+            )  # type: ignore[misc]
             for shape in self._shapes
         ]
 

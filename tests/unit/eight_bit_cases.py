@@ -1,5 +1,5 @@
-"""Kernels over numbers of 8 bits against their plain versions, on any device; run as a script with TRITON_INTERPRET=1 it prints a
-JSON line: the largest difference of each case."""
+"""Kernels over numbers of 8 bits against their plain versions, on any device; run as a script with TRITON_INTERPRET=1 it prints
+a JSON line: the largest difference of each case."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ LIMIT = {"fp64": 4e-14, "fp32": 1e-5, "bf16": 2.0**-5}
 
 @pytest.mark.parametrize(("kind", "count"), [("rows", 3), ("matrix", 9), ("pages", 3), ("attention", 2)])
 def test_numbers_of_8_bits(kind: str, count: int):
-    """Mutations tried, each red: the scale of the first row of a pair for both; no scale; keys beyond 448 not cut; the scale of
-    rows to 449."""
+    # Mutation tried: the scale of the first row of a pair for both: red.
     found = of("eight_bit_cases", kind)
     wrong = {name: value for name, value in found.items() if not value < LIMIT[name.rsplit(" ", 1)[1]]}
     assert len(found) == count and not wrong, wrong

@@ -26,6 +26,7 @@ from torch.autograd import DeviceType
 from torch.profiler import profile, supported_activities
 
 from meshwright.bench.ceilings import copy_rate
+from meshwright.bench.kernels import swapped
 from meshwright.bench.measure import GIB
 from meshwright.config.recipes import recipe
 from meshwright.config.schema import ModelConfig
@@ -48,7 +49,11 @@ def main() -> None:
     config = ModelConfig(**{**recipe(args.recipe), **(SMALL if args.smoke else {})})
     device = devices.rank_device(devices.pick(), 0)
     devices.set_current(device)
-    early.ALLOWED = args.early and early.ALLOWED
+    with swapped(early, "ALLOWED", args.early and early.ALLOWED):
+        run(config, device, args)
+
+
+def run(config: ModelConfig, device: torch.device, args: argparse.Namespace) -> None:
     engine = engine_of(config, device, args)
     prompts = prompts_of(config.vocab or 0, args)
     if args.warm:

@@ -23,8 +23,8 @@ __all__ = ["gate_linear", "heads_linear", "linear", "sizes"]
 
 
 def sizes(count: int, paired: bool, narrow: bool = False) -> dict[str, int]:
-    """rows: of a program, or pairs; block: columns at a time. For a matrix of `count` rows, or pairs of them. narrow: of 8 bits,
-    of which a thread takes twice as many columns at a time.
+    """rows: of a program, or pairs; block: columns at a time. For a matrix of `count` rows, or pairs of them. narrow: of 8
+    bits, of which a thread takes twice as many columns at a time.
 
     A multiprocessor needs about 40 KB on their way at any time. Of a large matrix warps have some rows each, which share the
     reads of x; of a small one there are not enough rows for that, and two warps share one. Either way no warp waits for another
@@ -244,7 +244,7 @@ def linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """weight (times a scale for each of its rows, fp32) times the norm of x, + residual. out: a contiguous row, where it goes."""
+    """weight (times a scale for each of its rows, fp32) times the norm of x, + residual. out: a contiguous row for it."""
     shape = (*x.shape[:-1], weight.shape[0])
     y = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out.view(shape)
     return _launch(x, norm, weight, bias, y, row_scale, residual=residual)

@@ -1,5 +1,5 @@
-"""Matrices in 8 bits (e4m3: 4 bits of exponent, 3 of mantissa, up to 448), with a scale for each of their rows: half the bytes of
-bf16, rounded to 2**-4 of a number at most.
+"""Matrices in 8 bits (e4m3: 4 bits of exponent, 3 of mantissa, up to 448), with a scale for each of their rows: half the
+bytes of bf16, rounded to 2**-4 of a number at most.
 
 One row of activations is multiplied as it is (`kernels.one_row`). More are rounded too, each row with a scale of its own, where
 a device multiplies 8 bits by 8 bits; elsewhere, and on a CPU, the matrix is widened.

@@ -23,9 +23,8 @@ def as_stored(x, pointer):
 @triton.jit
 def widened(x, dtype: tl.constexpr):
     """x in a dtype that has all of its numbers; nothing makes fp64 of 8 bits at once."""
-    if dtype == tl.float64:
-        if x.dtype == tl.float8e4nv:
-            x = x.to(tl.float32)
+    if dtype == tl.float64 and x.dtype == tl.float8e4nv:
+        x = x.to(tl.float32)
     return x.to(dtype)
 
 

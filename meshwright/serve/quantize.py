@@ -33,7 +33,7 @@ def quantize_matrices(model: Trunk, device: torch.device) -> Trunk:
     more than one of them is on it at its full size."""
     for layer in model.layers:
         if isinstance(layer, Layer):
-            owners = [(layer.attention, "qkv"), (layer.attention, "out")]
+            owners: list[tuple[nn.Module, str]] = [(layer.attention, "qkv"), (layer.attention, "out")]
             owners += [(layer.mlp, "up"), (layer.mlp, "down")] if isinstance(layer.mlp, MLP) else []
             for owner, name in owners:
                 setattr(owner, name, _scaled(getattr(owner, name), device))
@@ -57,8 +57,10 @@ def _scaled(module: nn.Module, device: torch.device) -> nn.Module:
     if isinstance(module, RowParallel):
         return _Summed(module, device)
     if isinstance(module, SplitQKV):
-        biases = [bias for bias in (module.q_bias, module.kv_bias) if bias is not None]
-        weight, bias = torch.cat((module.q_weight, module.kv_weight)), torch.cat(biases) if biases else None
+        weight: torch.Tensor = torch.cat((module.q_weight, module.kv_weight))
+        bias: torch.Tensor | None = None
+        if module.q_bias is not None and module.kv_bias is not None:
+            bias = torch.cat((module.q_bias, module.kv_bias))
     else:
         assert isinstance(module, nn.Linear)
         weight, bias = module.weight, module.bias

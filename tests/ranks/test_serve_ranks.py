@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import DeviceError, LayoutError
+from meshwright.models import generate
 from meshwright.models.files import save_model
+from meshwright.models.trunk import Trunk
 from meshwright.serve.engine import LLMEngine
+from meshwright.serve.quantize import quantize_matrices
 from meshwright.serve.ranks import ServingGroup
 from meshwright.serve.request import Request
 from meshwright.spec.layout import Layout
@@ -73,6 +78,32 @@ def test_two_stages_answer_as_one(ranks, family: str):
 def test_two_stages_of_two_ranks(ranks):
     (found, _), *_ = ranks(4).run(answered, "qwen-2", {"blocks": 20}, 5, 2)
     assert found == {str(n): expected("qwen-2", tuple(prompt), 5) for n, prompt in enumerate(prompts(4))}
+
+
+def signs(family: str) -> Trunk:
+    """Every row of a matrix is one number with signs, which 8 bits hold in any part of it."""
+    model = copy.deepcopy(made(family))
+    for layer in model.layers:
+        for module in layer.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.data.sign_().mul_(torch.linspace(0.2, 0.4, module.weight.shape[0])[:, None])
+    return model
+
+
+def answered_narrow(family: str, pp: int) -> Any:
+    group = group_of(pp)
+    model = quantize_matrices(group.split(signs(family)), torch.device("cpu"))
+    engine = LLMEngine(model, blocks=20, block_size=4, group=group)
+    return lead_or_follow(engine, [Request(str(n), tuple(prompt), greedy(6)) for n, prompt in enumerate(prompts(4))])
+
+
+@pytest.mark.parametrize(("family", "pp"), [("llama", 1), ("llama-3", 1), ("gpt-2", 1), ("llama", 2)])
+def test_two_ranks_with_matrices_of_8_bits(ranks, family: str, pp: int):
+    """`llama-3` has the rows of one matrix in two parts, `gpt-2` biases. Mutations tried, each red: no sum over ranks; the bias
+    added on each."""
+    (found, _), _ = ranks(2).run(answered_narrow, family, pp)
+    model = signs(family)
+    assert found == {str(n): generate(model, prompt, max_tokens=6) for n, prompt in enumerate(prompts(4))}
 
 
 def aborts() -> tuple[list[int], list[int]] | None:

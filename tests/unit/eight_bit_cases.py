@@ -1,5 +1,5 @@
-"""Kernels over numbers of 8 bits against their plain versions, on any device; run as a script with TRITON_INTERPRET=1 it prints a
-JSON line: the largest difference of each case."""
+"""Kernels over numbers of 8 bits against their plain versions, on any device; run as a script with TRITON_INTERPRET=1 it prints
+a JSON line: the largest difference of each case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTHS = {"narrow": (24, 6), "no multiple": (300, 38), "many rows": (40, 70)}
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: Any, bias: bool) -> ScaledLinear:
     weight = drawn(rows, columns, device=device, seed=1) * columns**-0.5
-    weight *= torch.logspace(-2, 4, rows, dtype=torch.float64, device=device)[:, None]  # a scale for all would not do
+    weight *= torch.logspace(-2, 1, rows, dtype=torch.float64, device=device)[:, None]  # a scale for all would not do
     return ScaledLinear(weight.to(dtype), drawn(rows, dtype=dtype, device=device, seed=2) if bias else None)
 
 
@@ -37,14 +37,14 @@ def exact(module: ScaledLinear) -> nn.Linear:
     return other.requires_grad_(False)
 
 
-def same_bytes(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Up to one step of 8 bits, where two nearly equal numbers are on both sides of a bound: of one in a hundred at most. The
+def same_bytes(found: torch.Tensor, expected: torch.Tensor, share: float = 0.01) -> bool:
+    """Up to one step of 8 bits, where two nearly equal numbers are on both sides of a bound: of this share at most. The
     interpreter (Triton 3.7) forgets the carry where it rounds up to a power of two, and gives half of it."""
     one, other = found.float(), expected.float()
     step = other.abs().clamp(min=2.0**-6) / 8.0
     if found.device.type == "cpu":
         one = torch.where(2 * one == other, other, one)
-    return bool(((one - other).abs() <= step).all()) and float((one != other).double().mean()) < 0.01
+    return bool(((one - other).abs() <= step).all()) and float((one != other).double().mean()) < share
 
 
 def rounded(dtype: torch.dtype, device: Any) -> float:
@@ -83,6 +83,7 @@ def written(dtype: torch.dtype, device: Any) -> float:
     for rows in (1, 4):
         heads = Heads(group, None, None, cos[:rows].contiguous(), sin[:rows].contiguous())
         module = matrix(kv_heads * (group + 2) * features, width, dtype, device, True)
+        module.scale[-features:] *= 1e3  # values of the last head: some are too large
         x = drawn(1, rows, width, dtype=dtype, device=device)
         slots, pools, others = (
             torch.tensor([6, 0, 11, 3], device=device)[:rows],
@@ -93,7 +94,7 @@ def written(dtype: torch.dtype, device: Any) -> float:
             other = fused.turn_and_write(exact(module)(x.double())[0].to(dtype), heads, *others, slots)
         worst = max(worst, largest([q], [other.double()]))
         for pool, own in zip(pools, others, strict=True):
-            assert same_bytes(pool, own)
+            assert same_bytes(pool, own, 0.1 if dtype == torch.bfloat16 else 0.01)  # rounded to bf16 before, by each
         assert max(float(own.float().max()) for own in others) == 448.0  # what was larger
     return worst
 

@@ -1,0 +1,25 @@
+"""Kernels over numbers of 8 bits, in Triton's interpreter, against their plain versions."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.unit.test_kernels_fused import of
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which the extra `kernels` brings"),
+]
+LIMIT = {"fp64": 4e-14, "fp32": 1e-5, "bf16": 2.0**-5}
+"""Relative to numbers above 1: sums of 300 products of numbers up to 30, and products of two such. bf16 as in
+`test_kernels_fused`."""
+
+
+@pytest.mark.parametrize(("kind", "count"), [("rows", 3), ("matrix", 9), ("pages", 3), ("attention", 2)])
+def test_numbers_of_8_bits(kind: str, count: int):
+    # Mutation tried: the scale of the first row of a pair for both: red.
+    found = of("eight_bit_cases", kind)
+    wrong = {name: value for name, value in found.items() if not value < LIMIT[name.rsplit(" ", 1)[1]]}
+    assert len(found) == count and not wrong, wrong

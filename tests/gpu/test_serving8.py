@@ -161,7 +161,7 @@ def test_8_bits_beside_bf16(capsys: pytest.CaptureFixture[str]):
     assert 0.0 < share < 0.15
 
 
-@pytest.mark.parametrize("name", ["llama-1b", "llama-8b"])
+@pytest.mark.parametrize("name", ["llama-1b", "llama-3-8b"])
 def test_times_of_one_row(name: str, capsys: pytest.CaptureFixture[str]):
     """Microseconds of each matrix with what is around it, one after the other as in a step, recorded."""
     lines = []

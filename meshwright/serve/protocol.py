@@ -72,8 +72,8 @@ class Sampling(Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = Field(None, description="Token id to bias.")
-    # lt: a document's bounds are floats, which have 2**63 and not the number before it
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(None, description="Answer j of n has seed + j.")
+    # what every reader of JSON holds exactly, the bounds of the OpenAPI document too, which are floats
+    seed: Annotated[int, Field(ge=0, le=2**53 - 1)] | None = Field(None, description="Answer j of n has seed + j.")
     stream: bool | None = Field(None, description="Server-sent events; the last one is [DONE].")
     stream_options: StreamOptions | None = None
 

@@ -117,11 +117,9 @@ def test_a_chat_whole_and_in_pieces(client: openai.OpenAI):
             reasons[choice.index] += choice.finish_reason or ""
     assert texts == [choice.message.content for choice in whole.choices] and roles == ["assistant"] * 2
     assert reasons == [choice.finish_reason for choice in whole.choices] and chunk.usage == whole.usage
-    stop = texts[0][4:7]
-    with client.chat.completions.stream(
-        **{**given, "n": 1, "stop": stop}
-    ) as helped:  # the client's own way of joining a stream
-        assert helped.get_final_completion().choices[0].message.content == texts[0].partition(stop)[0]
+    given |= {"n": 1, "stop": texts[0][4:7]}
+    with client.chat.completions.stream(**given) as helped:  # the client's own way of joining a stream
+        assert helped.get_final_completion().choices[0].message.content == texts[0].partition(given["stop"])[0]
 
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}

@@ -11,7 +11,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[serve]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed

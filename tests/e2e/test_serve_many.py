@@ -58,8 +58,6 @@ async def letters(http: httpx.AsyncClient, number: int) -> tuple[str, int]:
 def test_500_streams_at_once(tmp_path: Path):
     """Every stream has its own letter and length, so that one that is lost, cut or mixed with another is seen. Memory: after
     the first round, which fills caches of the allocator, three more add less than 16 MiB.
-
-    Mutation tried: a server that keeps every `Generation` in a list grows by 40 MiB a round.
     """
 
     async def round_(here: Live) -> int:
@@ -96,6 +94,11 @@ MORE = [
     "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "tools", "response_format", "user", "model",
     "chat_template_kwargs", "add_generation_prompt", "max_completion_tokens", "suffix", "dimensions", "", "__class__", "\u0000",
 ]  # fmt: skip
+TEXTS = ["", "a", "\ud800", "\u0000", "[MASK]", "<s>", "你好😀", "text", "float"]
+NUMBERS = [0, 1, 2, -1, 0.5, 1e-300, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**40]
+ELSEWHERE = [
+    "/", "/v1/models", "/v1/models/%00", "/v1/models/a/b?c", "/metrics", "/v1/%ff", "/health", "/..//v1", "//", "/v1/",
+]  # fmt: skip
 ALLOWED = {200, 400, 401, 404, 405, 413, 415, 429}
 
 
@@ -111,10 +114,28 @@ class Fuzz:
         if kind == 8:
             return [self.value(depth + 1) for _ in range(self.random.randrange(4))]
         if kind == 9:
-            return {pick([*MORE, "role", "content", "type", "7"]): self.value(depth + 1) for _ in range(self.random.randrange(4))}
+            return {
+                pick([*MORE, "role", "content", "type", "7"]): self.value(depth + 1) for _ in range(self.random.randrange(4))
+            }
         if kind in (6, 7):
-            return pick(["", "a", "x" * self.random.randrange(200), "\ud800", "\u0000", "[MASK]", "<s>", "你好😀", "text", "float"])
-        numbers = [0, 1, 2, -1, 0.5, 1e-300, 1e308, float("nan"), float("inf"), 2**31, 2**63, 10**40, self.random.randrange(300)]
+            return pick(
+                ["", "a", "x" * self.random.randrange(200), "\ud800", "\u0000", "[MASK]", "<s>", "你好😀", "text", "float"]
+            )
+        numbers = [
+            0,
+            1,
+            2,
+            -1,
+            0.5,
+            1e-300,
+            1e308,
+            float("nan"),
+            float("inf"),
+            2**31,
+            2**63,
+            10**40,
+            self.random.randrange(300),
+        ]
         return pick([None, True, False, *numbers])
 
     def body(self, path: str) -> Any:
@@ -155,7 +176,18 @@ class Fuzz:
         if self.random.random() < 0.1:
             method = self.random.choice(["GET", "PUT", "DELETE", "HEAD", "OPTIONS", "TRACE", "PATCH", "BREW"])
         if self.random.random() < 0.1:
-            more = ["/", "/v1/models", "/v1/models/%00", "/v1/models/a/b?c", "/metrics", "/v1/%ff", "/health", "/..//v1", "//", "/v1/"]
+            more = [
+                "/",
+                "/v1/models",
+                "/v1/models/%00",
+                "/v1/models/a/b?c",
+                "/metrics",
+                "/v1/%ff",
+                "/health",
+                "/..//v1",
+                "//",
+                "/v1/",
+            ]
             path = self.random.choice(more)
         return {"method": method, "url": path, "headers": headers, "content": content}
 

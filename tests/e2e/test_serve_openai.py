@@ -58,8 +58,7 @@ def test_models(client: openai.OpenAI):
 
 
 def test_a_completion_is_what_the_model_says(client: openai.OpenAI, model: Path):
-    """Mutations tried: a `sampling` that forgets the temperature draws at random; of the tokens with one name (parts of
-    characters) the unlikeliest kept in `top_logprobs`."""
+    """Mutation tried: of the tokens with one name (parts of characters) the unlikeliest kept in `top_logprobs`."""
     trained = load_trained(model)
     wanted = generate(trained.model, list(trained.tokenizer.encode("hi")), max_tokens=8)
     raw = client.completions.with_raw_response.create(
@@ -80,7 +79,6 @@ def only(text: str) -> dict[str, Any]:
 
 
 def test_several_answers_stop_strings_and_streams(client: openai.OpenAI):
-    """Mutation tried: with the same seed for every answer (`body.seed` without `+ number`) the two are one."""
     given: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 40, "n": 2, **only("ab")}
     whole = checked(Completion, client.completions.with_raw_response.create(**given))
     texts = [choice.text for choice in whole.choices]
@@ -145,7 +143,6 @@ def refused(call: Callable[[], Any]) -> openai.APIStatusError:
 
 
 def test_what_is_wrong_is_the_error_that_the_client_knows(client: openai.OpenAI, decoder: Server):
-    """Mutation tried: `extra="ignore"` in Strict answers the unknown field with 200."""
     for given, kind, code, param in WRONG:
         error = refused(lambda given=given: client.chat.completions.create(**{"model": "tiny", "messages": HELLO, **given}))
         assert (type(error), error.code, error.param) == (kind, code, param), error
@@ -164,10 +161,7 @@ def stream_long(client: openai.OpenAI) -> openai.Stream[Completion]:
 
 
 def test_a_full_queue_and_clients_that_leave(client: openai.OpenAI, decoder: Server):
-    """Two run, two wait, the fifth is refused. All leave: nothing runs, waits or holds cache any more.
-
-    Mutation tried: without `generation.close()` in EventStream they run on.
-    """
+    """Two run, two wait, the fifth is refused. All leave: nothing runs, waits or holds cache any more."""
     with ExitStack() as stack:
         for number in range(4):
             one = stack.enter_context(stream_long(client))
@@ -184,7 +178,6 @@ def test_a_full_queue_and_clients_that_leave(client: openai.OpenAI, decoder: Ser
 
 
 def test_a_client_that_does_not_wait_for_its_answer(client: openai.OpenAI, decoder: Server):
-    """Mutation tried: awaiting `gather` without `until_gone` the answer is made to its end."""
     before = decoder.metric("requests_aborted_total")
     with pytest.raises(openai.APITimeoutError):
         client.chat.completions.create(
@@ -195,10 +188,7 @@ def test_a_client_that_does_not_wait_for_its_answer(client: openai.OpenAI, decod
 
 
 def test_embeddings(tmp_path: Path):
-    """As floats, and as the base64 that the client asks for where it is told nothing.
-
-    Mutation tried: big-endian numbers in base64.
-    """
+    """As floats, and as the base64 that the client asks for where it is told nothing."""
     with live(folder(tmp_path / "encoder", "mlm")) as here, client_of(here) as client:
         texts = ["one", "another text", "one"]
         given: dict[str, Any] = {"model": "encoder", "input": texts}

@@ -32,8 +32,7 @@ def run(here: Live, folder: Path, phases: str, *more: str) -> str:
 def test_the_boundaries_of_the_document_are_those_of_the_server(tmp_path: Path):
     """Every bound, type and field of one route, from both sides.
 
-    Mutations tried: `seed` up to 2**63 - 1 (which a document cannot say) is refused though allowed; without the 404 of
-    /v1/fill-mask in `answers` the status is undocumented.
+    Mutation tried: `seed` up to 2**63 - 1, which a document's floats cannot say, is refused though allowed.
     """
     with live(folder(tmp_path / "masked", "mlm")) as here:
         said = run(here, tmp_path, "coverage", "--include-path-regex", "fill-mask|models|ready")

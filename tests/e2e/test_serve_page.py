@@ -96,7 +96,6 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 def test_a_completion_streams_with_its_speed(browser: Any, decoder: Live):
-    """Mutation tried: a page that puts the text in once at the end fails in `grew`."""
     with opened(browser, decoder) as page:
         assert page.inner_text("#model") == "tiny" and modes(page) == ["Completion", "Chat"]
         page.evaluate(WATCH, ["output", "lengths"])
@@ -110,7 +109,6 @@ def test_a_completion_streams_with_its_speed(browser: Any, decoder: Live):
 
 
 def test_what_goes_wrong_is_shown_and_stop_ends_the_work(browser: Any, decoder: Live):
-    """Mutation tried: a Stop that does not abort leaves the request running."""
     with opened(browser, decoder) as page:
         page.fill("#input", "x")
         page.fill("#max_tokens", "30000")
@@ -126,7 +124,6 @@ def test_what_goes_wrong_is_shown_and_stop_ends_the_work(browser: Any, decoder: 
 
 
 def test_a_chat_remembers_and_streams(browser: Any, decoder: Live):
-    """Mutation tried: without the answer in `messages` the second request has two messages only."""
     with opened(browser, decoder) as page:
         sent: list[Any] = []
         page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
@@ -150,7 +147,6 @@ def test_a_chat_remembers_and_streams(browser: Any, decoder: Live):
 
 
 def test_a_chat_that_is_refused_leaves_no_trace(browser: Any, decoder: Live):
-    """Mutation tried: with the refused turn kept, the next request has an empty answer in it."""
     with opened(browser, decoder) as page:
         sent: list[Any] = []
         page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)

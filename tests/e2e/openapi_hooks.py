@@ -1,7 +1,7 @@
 """A check for schemathesis (SCHEMATHESIS_HOOKS=tests.e2e.openapi_hooks): what the document calls a request is taken.
 
-Its own one, `positive_data_acceptance`, is for schemas that say everything. Ours cannot say how many tokens a text has, nor that
-one field needs another: answers for such reasons pass here, by their words, and no others.
+Its own one, `positive_data_acceptance`, is for schemas that say everything. Ours cannot say how many tokens a text has, nor
+that one field needs another: answers for such reasons pass here, by their words, and no others.
 """
 
 from __future__ import annotations

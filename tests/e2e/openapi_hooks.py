@@ -37,4 +37,8 @@ BEYOND_A_SCHEMA = re.compile(
 def requests_of_the_document_are_taken(ctx: Any, response: Any, case: Any) -> None:
     if response.status_code == 400 and case.meta is not None and case.meta.generation.mode.is_positive:
         said = response.json()["error"]["message"]
+        if re.match("(prompt|input) must be a text", said) and re.search(
+            rb"[0-9.]+(e[0-9+]+|\.0)", response.request.body or b""
+        ):
+            return  # token ids as 5.0, which is an integer to JSON Schema alone
         assert BEYOND_A_SCHEMA.search(said), f"refused, though the document allows it: {said}"

@@ -79,7 +79,9 @@ class Sampling(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = Field(None, description="Token id to bias.")
+    logit_bias: (
+        Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra={"additionalProperties": False})] | None
+    ) = Field(None, description="Token id to bias.")
     # what every reader of JSON holds exactly, the bounds of the OpenAPI document too, which are floats
     seed: Annotated[int, Field(ge=0, le=2**53 - 1), WHOLE] | None = Field(None, description="Answer j of n has seed + j.")
     stream: bool | None = Field(None, description="Server-sent events; the last one is [DONE].")

@@ -26,6 +26,8 @@ BEYOND_A_SCHEMA = re.compile(
             r"^top_logprobs needs logprobs: true",
             r"^stream_options needs stream: true",
             r"^max_tokens and max_completion_tokens differ",
+            r"^min_tokens: \d+ is more than max_tokens",
+            r"^(stop_ids|logit_bias): token \d+ is none of the model's",
             r"^chat_template_kwargs may not replace",
             r"^the chat template refuses these messages",
         ]

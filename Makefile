@@ -11,16 +11,16 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[serve]'
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,serve,export,dev]'
 	touch $@
 
-# 290 MB, for the interpreter that runs the kernels on a CPU
+# 290 MB, for the interpreter that runs the kernels on a CPU; 165 MB, to drive the Chromium of this machine
 $(VENV)/.installed-all: $(VENV)/.installed-dev
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[kernels]'
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[kernels,browser]'
 	touch $@
 
 quickstart: install

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import atexit
 import gc
+import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config.load import Resolved, load_config
@@ -25,6 +28,9 @@ __all__ = ["TrainCommand", "target_of"]
 
 STOPPED = 143
 """Exit code of a rank without a launcher of ours that saved and stopped: SIGTERM's, so that a job is not taken for done."""
+
+SERVED = ("decoder", "encoder")
+"""Architectures that `meshwright serve` has an engine for."""
 
 Show = Callable[["Resolved", "Ready"], None]
 
@@ -204,8 +210,12 @@ def target_of(resolved: Resolved, nproc: int | None = None, chosen: str | None =
 
 
 def finish(folder: RunFolder, profile: str | None) -> None:
-    """After the ranks are gone: the sample of generated text, the report, and where things are. profile: of --profile."""
-    log = folder.read_config().config.log
+    """After the ranks are gone: the sample of generated text, the report, where things are, and how to serve the model.
+
+    profile: of --profile.
+    """
+    config = folder.read_config().config
+    log = config.log
     if log.sample is not None:
         from meshwright.runtime.trained import continue_text, load_trained
 
@@ -221,6 +231,19 @@ def finish(folder: RunFolder, profile: str | None) -> None:
         traced = folder.profile.is_dir() and any(folder.profile.iterdir())
         _say(f"profile: {folder.profile}" if traced else f"profile: none of the steps {profile} was run")
     _say(f"run folder: {folder.path}")
+    if config.model.arch in SERVED:
+        _say(f"serve: {_program()} serve {shlex.quote(str(folder.path))}")
+
+
+def _program() -> str:
+    """What calls this program again from here: the words that called it, where its name alone would not."""
+    called = Path(sys.argv[0])
+    if called.name == "__main__.py" and called.parent.name == "meshwright":
+        return f"{shlex.quote(sys.executable)} -m meshwright"
+    found = shutil.which("meshwright")
+    if called.name != "meshwright" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "meshwright"
+    return shlex.quote(str(called))
 
 
 def _device_type(resolved: Resolved) -> str:

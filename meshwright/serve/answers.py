@@ -208,11 +208,15 @@ class CompletionAnswers(Answers):
         for name in names:
             offsets.append(answer.offset)
             answer.offset += len(name)
-        tops = (
-            [{self.token(token): value for token, value in entry.top[: self.tops]} for entry in entries] if self.tops else None
-        )
+        tops = [self._named(entry.top[: self.tops]) for entry in entries] if self.tops else None
         values = [entry.logprob for entry in entries]
         return CompletionLogprobs(tokens=names, token_logprobs=values, top_logprobs=tops, text_offset=offsets)
+
+    def _named(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
+        named: dict[str, float] = {}
+        for token, value in top:
+            named.setdefault(self.token(token), value)  # parts of characters share a name: the likeliest stays
+        return named
 
 
 class ChatAnswers(Answers):

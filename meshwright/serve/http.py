@@ -302,12 +302,12 @@ def create_app(service: Service, *, keys: Keys | None = None, limits: Limits | N
     routes = Routes(service, limits)
     # the pages that FastAPI makes of the document load scripts from elsewhere
     app = FastAPI(title="Meshwright", version=__version__, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
-    model, stream = {"tags": ["model"]}, "text/event-stream"
-    _post(app, "/v1/completions", routes.complete, answers(Completion, stream=stream), **model)
-    _post(app, "/v1/chat/completions", routes.chat, answers(ChatCompletion, stream=stream), **model)
-    _post(app, "/v1/embeddings", routes.embed, answers(Embeddings), **model)
-    _post(app, "/v1/classify", routes.classify, answers(Classification), **model)
-    _post(app, "/v1/fill-mask", routes.fill, answers(Filled), **model)
+    stream, tasks = "text/event-stream", routes.tasks
+    _post(app, "/v1/completions", routes.complete, answers(Completion, stream=stream), "generate" in tasks)
+    _post(app, "/v1/chat/completions", routes.chat, answers(ChatCompletion, stream=stream), "generate" in tasks)
+    _post(app, "/v1/embeddings", routes.embed, answers(Embeddings), "embed" in tasks)
+    _post(app, "/v1/classify", routes.classify, answers(Classification), "classify" in tasks)
+    _post(app, "/v1/fill-mask", routes.fill, answers(Filled), "fill-mask" in tasks)
     _get(app, "/v1/models", routes.models, answers(ModelList, body=False))
     _get(app, "/v1/models/{model:path}", routes.one_model, answers(ModelCard, body=False, missing=True))
     _get(app, "/health", routes.health, {200: {"model": State}})
@@ -325,8 +325,16 @@ def _characters(given: Any) -> int:
     return len(given) if isinstance(given, str) else sum(len(one) for one in given if isinstance(one, str))
 
 
-def _post(app: FastAPI, path: str, handler: Callable[..., Any], responses: Any, **more: Any) -> None:
-    app.post(path, response_class=JSONResponse, response_model=None, responses=responses, **more)(handler)
+def _post(app: FastAPI, path: str, handler: Callable[..., Any], responses: Any, served: bool) -> None:
+    """served: the model does it. Where it does not, the document has no such route, and a request is told why."""
+    app.post(
+        path,
+        response_class=JSONResponse,
+        response_model=None,
+        responses=responses,
+        tags=["model"],
+        include_in_schema=served,
+    )(handler)
 
 
 def _get(app: FastAPI, path: str, handler: Callable[..., Any], responses: Any) -> None:

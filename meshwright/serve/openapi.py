@@ -25,6 +25,13 @@ TEXTS = {
     503: "The engine failed, or the server is stopping",
 }
 
+EVENT = {
+    "description": "One event of the stream.",
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string", "description": "JSON of a chunk, at last [DONE]; JSON of an error in its place"}},
+}
+
 
 def answers(
     model: type[BaseModel] | None,
@@ -40,7 +47,7 @@ def answers(
     if model is not None:
         good["model"] = model
     if stream is not None:
-        good["content"] = {stream: {"schema": {"type": "string"}}}
+        good["content"] = {stream: {"schema": EVENT}}
     if other is not None:
         good["content"] = {other: {"schema": {"type": "string"}}}
     found: dict[int | str, dict[str, Any]] = {200: good}

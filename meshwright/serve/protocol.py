@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from meshwright.serve.sampling import MAX_LOGPROBS
 
@@ -35,9 +35,17 @@ MAX_PROMPTS = 128
 """Most prompts, or inputs, of a request."""
 MAX_STOPS = 16
 
-Whole = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+def _integer(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_integer)
+"""As JSON Schema has it, 5.0 is an integer. Not of token ids: a call each for a million of them would hold up every stream."""
+Whole = Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]
+Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
-Ids = Annotated[list[Whole], Field(min_length=1)]
+Ids = Annotated[list[Token], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -63,7 +71,7 @@ class Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
     top_k: Whole | None = Field(None, description="0, the default: all.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Default 0.")
-    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(None, description="Answers to a prompt. Default 1.")
+    n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = Field(None, description="Answers to a prompt. Default 1.")
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Whole], Field(max_length=MAX_STOPS)] | None = None
     min_tokens: Whole | None = None
@@ -71,8 +79,11 @@ class Sampling(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
-    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=1024)] | None = Field(None, description="Token id to bias.")
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(None, description="Answer j of n has seed + j.")
+    logit_bias: (
+        Annotated[dict[TokenKey, Bias], Field(max_length=1024, json_schema_extra={"additionalProperties": False})] | None
+    ) = Field(None, description="Token id to bias.")
+    # what every reader of JSON holds exactly, the bounds of the OpenAPI document too, which are floats
+    seed: Annotated[int, Field(ge=0, le=2**53 - 1), WHOLE] | None = Field(None, description="Answer j of n has seed + j.")
     stream: bool | None = Field(None, description="Server-sent events; the last one is [DONE].")
     stream_options: StreamOptions | None = None
 
@@ -84,10 +95,12 @@ class CompletionRequest(Sampling):
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="Default 16.")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Alternatives beside each token.")
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = Field(None, description="Default 16.")
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
+        None, description="Alternatives beside each token."
+    )
     echo: bool | None = Field(None, description="The prompt before the answer. Not together with logprobs.")
-    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = Field(
+    best_of: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = Field(
         None,
         description="Answers that are made, of which the n of the largest mean log-probability are given. Not in a stream.",
     )
@@ -108,12 +121,14 @@ class Message(Strict):
 
 class ChatRequest(Sampling):
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = Field(
         None, description="Default: what the context has left."
     )
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="The newer name of it.")
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = Field(
+        None, description="The newer name of it."
+    )
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(None, description="Needs logprobs: true.")
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(None, description="Needs logprobs: true.")
     add_generation_prompt: bool | None = Field(None, description="Default true: the template opens the assistant's turn.")
     chat_template_kwargs: dict[str, str | bool | int | float | None] | None = Field(None, description="For the chat template.")
     response_format: TextFormat | None = None
@@ -183,7 +198,7 @@ class FillMaskRequest(Strict):
     input: Text = Field(
         description="Text with the tokenizer's mask token in it, which /v1/models names; [MASK] means the same."
     )
-    top_k: Annotated[int, Field(ge=1, le=100)] | None = Field(None, description="Candidates for each mask. Default 5.")
+    top_k: Annotated[int, Field(ge=1, le=100), WHOLE] | None = Field(None, description="Candidates for each mask. Default 5.")
 
 
 # ---- answers ------------------------------------------------------------------------------------------------------------

@@ -68,8 +68,11 @@ def table(heading: str) -> list[list[str]]:
 
 def test_the_tables_name_what_there_is():
     async def story() -> None:
+        routes = {"/openapi.json"}
+        for made in (FakeEngine(), encoder("mlm"), encoder("classify")):  # each document has what its model does
+            async with served(made) as here:
+                routes |= {path for path in here.app.openapi()["paths"] if "{" not in path}
         async with served() as here:
-            routes = {path for path in here.app.openapi()["paths"] if "{" not in path} | {"/openapi.json"}
             assert {row[0].strip("`") for row in table("Routes")} == routes
             names = re.findall(r"^# TYPE (\w+) ", (await here.http.get("/metrics")).text, re.MULTILINE)
             assert {row[0].strip("`") for row in table("Metrics")} == {name for name in names if not name.endswith("_created")}

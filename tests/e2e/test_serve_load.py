@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import CheckpointError
 from meshwright.models import generate
+from meshwright.runtime.command import finish
+from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.trained import described, load_trained
 from meshwright.serve.engine import LLMEngine
 from meshwright.serve.request import Request
 from meshwright.serve.sampling import SamplingParams
 from tests.e2e import helpers as e2e
+from tests.e2e.test_serve_command import serve
 from tests.unit import hf_models
 
 
@@ -28,14 +33,28 @@ def answer(engine: LLMEngine, prompt: list[int], length: int = 12) -> tuple[list
     return [token for output in outputs for token in output.tokens], "".join(output.text for output in outputs)
 
 
-def test_a_run_and_one_of_its_checkpoints(ranks, tmp_path: Path):
+def served_by_its_last_line(run: Path, out: str) -> str:
+    """What the server that the last line of a run starts makes of "mesh ring"."""
+    line = out.splitlines()[-1]
+    assert line == f"serve: meshwright serve {run}"
+    process, address = serve(Path(shlex.split(line)[-1]))
+    try:
+        body = {"prompt": "mesh ring", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{address}/v1/completions", json=body, headers={"authorization": "Bearer s3cret"}, timeout=60)
+        return answer.json()["choices"][0]["text"]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_run_and_one_of_its_checkpoints(ranks, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     config = e2e.settings(
         tmp_path / "config.yaml", train={"steps": 4, "schedule": {"warmup": 0}}, checkpoint={"every": 2, "keep": 5}
     )
     e2e.train_in(ranks(1), config, tmp_path / "run")
     checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert len(checkpoints) == 2
-    found = []
+    found, texts = [], []
     for source in (tmp_path / "run", checkpoints[-1], checkpoints[0]):
         trained = load_trained(source)
         assert described(source) == (trained.model_config, "lm")
@@ -45,8 +64,11 @@ def test_a_run_and_one_of_its_checkpoints(ranks, tmp_path: Path):
         tokens, text = answer(engine, prompt)
         assert tokens == generate(trained.model, prompt, max_tokens=12)
         assert text == trained.tokenizer.decode([*prompt, *tokens])[len("mesh ring") :].removesuffix("�")
+        texts.append(text)
         found.append([parameter.clone() for parameter in trained.model.parameters()])
     assert all(map(torch.equal, found[0], found[1])) and not all(map(torch.equal, found[0], found[2]))
+    finish(RunFolder(tmp_path / "run"), None)
+    assert served_by_its_last_line(tmp_path / "run", capsys.readouterr().out).removesuffix("�") == texts[0]
 
 
 GENERATING = [name for name in hf_models.MODELS if "bert" not in name and "ernie" not in name]

@@ -29,8 +29,9 @@ COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 def test_a_key_is_asked_for_everywhere_but_of_health_and_ready():
     async def story() -> None:
         async with served(keys=Keys(["s3cret", "other"])) as here:
-            paths = [path for path in here.app.openapi()["paths"] if "{" not in path]
-            assert len(paths) == 11 - 1
+            paths = {path for path in here.app.openapi()["paths"] if "{" not in path}
+            assert len(paths) == 7
+            paths |= {"/v1/embeddings", "/v1/classify", "/v1/fill-mask"}  # which this model does not do
             for path in [*paths, "/openapi.json", "/v1/models/fake", "/nothing"]:
                 method = "POST" if path in (COMPLETE, CHAT, "/v1/embeddings", "/v1/classify", "/v1/fill-mask") else "GET"
                 status = (await here.http.request(method, path)).status_code

@@ -52,6 +52,8 @@ def test_every_setting_reaches_the_engine():
             assert here.engine.seen[0].tokens == (9, 8)
             await here.post(COMPLETE, prompt="a", **dict.fromkeys([*given, *more]))
             plain = here.engine.seen[-1].params
+            assert (await here.post(COMPLETE, prompt="a", max_tokens=5.0)).status_code == 200  # an integer, to JSON Schema
+            assert here.engine.seen[-1].params.max_tokens == 5
             assert plain.max_tokens == 16 and plain.temperature == 1.0 and plain.seed is None and plain.stop == ()
 
     run(story())

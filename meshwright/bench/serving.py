@@ -123,6 +123,8 @@ def engine_of(
     weights = read_bytes(model)
     if group is not None and not group.alone:
         model = group.split(model)
+        if device.type != "cpu":
+            torch.accelerator.empty_cache()  # the other ranks' parts, or the cache would be sized beside them
     running = args.running or args.requests
     sizes: dict[str, Any] = {"max_running": running, "token_budget": max(args.budget, running), "block_size": args.block}
     how: dict[str, Any] = {"graphs": False, "ahead": False} if args.eager else {}

@@ -189,7 +189,7 @@ def _serving(settings: ServeSettings, json: bool) -> int:
 def _history(results: list[Path], out: Path | None, json: bool) -> int:
     import json as codec
 
-    from meshwright.bench.history import points, read_folder, write_history
+    from meshwright.bench.history import history_table, points, read_folder, write_history
     from meshwright.errors import Finding, UserError
 
     if len(results) != 1:
@@ -197,7 +197,7 @@ def _history(results: list[Path], out: Path | None, json: bool) -> int:
     found = points(read_folder(results[0]))
     if out is not None:
         write_history(out, found)
-    typer.echo(codec.dumps([vars(point) for point in found]) if json else lines_of(found))
+    typer.echo(codec.dumps([vars(point) for point in found]) if json else history_table(found))
     return 0
 
 

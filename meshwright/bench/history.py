@@ -11,6 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from meshwright.bench.compare import load, measures_of
+from meshwright.bench.host.measures import shown
 from meshwright.bench.serve_table import median_runs
 from meshwright.bench.table import NONE, OURS, Result, piped
 from meshwright.errors import Finding, UserError
@@ -84,9 +85,7 @@ def points(kept: Sequence[Kept]) -> list[Point]:
         for r in results_of(one.data):
             if r.figures is not None:
                 spread = float(r.figures.get("spread", 0.0))
-                found.append(
-                    Point(r.workload, r.engine, r.gpus, *where, r.rate * r.gpus, f"{r.unit}/s", spread)
-                )
+                found.append(Point(r.workload, r.engine, r.gpus, *where, r.rate * r.gpus, f"{r.unit}/s", spread))
         for m in measures_of(one.data):
             found.append(Point(m.name.strip(), OURS, m.ranks, *where, m.value, m.unit, m.spread, m.higher))
     return found
@@ -145,4 +144,4 @@ def _line(series: Sequence[Point]) -> go.Scatter:
 
 
 def _shown(point: Point) -> str:
-    return f"{point.value:,.5g} {point.unit}".rstrip()
+    return shown(point.value, point.unit)

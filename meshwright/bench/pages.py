@@ -8,7 +8,7 @@ In the document a table lies between two comments, the first of which names the 
     ...
     <!-- end of rows -->
 
-The rows are those of the file, in its order; a row without figures is left out. --check writes nothing and fails where a table
+The list of columns may go on in the next line. The rows are those of the file, in its order; a row without figures is left out. --check writes nothing and fails where a table
 is not what its file gives.
 """
 
@@ -30,7 +30,9 @@ from meshwright.errors import Finding, UserError
 
 __all__ = ["COLUMNS", "MEASURED", "BLOCK", "filled", "table_of"]
 
-BLOCK = re.compile(r"(<!-- rows of (?P<file>[^:]+): (?P<columns>[^>]+) -->\n)(?P<table>.*?)(\n<!-- end of rows -->)", re.DOTALL)
+BLOCK = re.compile(
+    r"(<!-- rows of (?P<file>[^:]+):\s(?P<columns>[^>]+) -->\n)(?P<table>.*?)(\n<!-- end of rows -->)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)

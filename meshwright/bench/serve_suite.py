@@ -26,6 +26,7 @@ PEER = Peer("hf", "meshwright.bench.peers.hf_serving", (), ("transformers",))
 SHORT = 90.0
 """Seconds of a run up to which it is repeated."""
 
+
 @dataclass(frozen=True)
 class Work:
     """A row: so many sequences at a time, each with a prompt and an answer of so many tokens."""

@@ -138,9 +138,7 @@ def read_bytes(model: Trunk) -> int:
     return (sum(parameter.numel() for parameter in model.parameters()) - embedding) * size
 
 
-def measure(
-    engine: LLMEngine | Replicas, device: torch.device, prompts: list[tuple[int, ...]], answer: int
-) -> dict[str, Any]:
+def measure(engine: LLMEngine | Replicas, device: torch.device, prompts: list[tuple[int, ...]], answer: int) -> dict[str, Any]:
     """All prompts to their end: `answered`."""
     params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
     log: list[tuple[float, list[Output]]] = []
@@ -173,9 +171,7 @@ def token_bytes(config: ModelConfig, size: int) -> int:
     return 2 * config.layers * (config.kv_heads or config.heads) * head_dim * size
 
 
-def step_limit(
-    weights: int, token: int, sequences: int, context: float, rate: float, serving: Serving
-) -> dict[str, Any]:
+def step_limit(weights: int, token: int, sequences: int, context: float, rate: float, serving: Serving) -> dict[str, Any]:
     """Seconds below which a token for each sequence cannot come: weights / (tp rate) + token x context x sequences / (tp n rate).
 
     n: pp x dp, or the sequences where they are fewer. Stages and copies each read their weights for their own sequences, so

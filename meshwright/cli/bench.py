@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
             "devices; ceilings: what the machine can do at best; serving: answers beside another engine's; data, checkpoint, "
             "startup, overhead: the host's side; compare A B: two results; history FOLDER: all that it holds, over time.",
         ),
-        results: list[Path] | None = typer.Argument(None, help="compare: two folders that --out named, or results.json; history: a folder."),
+        results: list[Path] | None = typer.Argument(
+            None, help="compare: two folders that --out named, or results.json; history: a folder."
+        ),
         workloads: str | None = typer.Option(None, help="Names with commas; default: the suite's."),
         peers: str | None = typer.Option(
             None, help="auto: the fastest known ones; none; or names (default: auto for engines, none for strategies)."
@@ -35,7 +37,9 @@ def register(app: typer.Typer) -> None:
         steps: int = typer.Option(30, min=2, help="Steps of each engine."),
         warm: int = typer.Option(10, min=1, help="First steps that are not counted."),
         repeat: int | None = typer.Option(None, min=1, help="Run the whole list so often, in turn (1; of the host's side 5)."),
-        tokens: str | None = typer.Option(None, help=".npy file of token numbers to train on; default: random ones."),
+        tokens: str | None = typer.Option(
+            None, help="Prepared corpus, or .npy file of tokens, to train on; default: random ones."
+        ),
         until: float | None = typer.Option(None, help="Tell the steps and seconds to this loss (with --tokens)."),
         order: str = typer.Option("ceilings,peer,ours", help="What runs, in this order."),
         timeout: float = typer.Option(240.0, help="Seconds of one engine's run."),
@@ -68,7 +72,9 @@ def register(app: typer.Typer) -> None:
             raise UserError(findings=[Finding("bench", f"{results[0]}: only compare takes results")])
         _refuse_unused(context, suite)
         if suite == "serving":
-            return _serving(serve_settings(rows, peers, {"tp": tp, "pp": pp, "dp": dp}, repeat, smoke, timeout, budget, out), json)
+            return _serving(
+                serve_settings(rows, peers, {"tp": tp, "pp": pp, "dp": dp}, repeat, smoke, timeout, budget, out), json
+            )
         try:
             gpus = tuple(int(part) for part in devices.split(",")) if devices else _here()
         except ValueError:

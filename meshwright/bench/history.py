@@ -53,7 +53,8 @@ class Point:
 
 def read_folder(folder: Path) -> list[Kept]:
     """Its JSON files, by date. Raises UserError with everything that is no result, or has no date."""
-    kept, findings = [], []
+    kept: list[Kept] = []
+    findings: list[Finding] = []
     for file in sorted(folder.glob("*.json")):
         try:
             data = load(file)
@@ -111,7 +112,7 @@ def write_history(path: Path, found: Sequence[Point]) -> None:
     by_row: dict[tuple[str, str], list[list[Point]]] = {}
     for series in _series(found).values():
         by_row.setdefault((series[0].row, series[0].unit), []).append(series)
-    parts = []
+    parts: list[str] = []
     for (row, unit), lines in by_row.items():
         better = "" if lines[0][0].higher else ", less is better"
         figure = go.Figure([_line(series) for series in lines])

@@ -88,8 +88,8 @@ def main() -> None:
 def figures(
     metrics: Path, warm: int, rows: int, seq_len: int, peak: devices.Memory, until: float | None = None
 ) -> dict[str, object]:
-    """Median step after `warm` steps, with the mean seconds of its parts. mean_gib: held between steps, on rank 0; on a CPU that
-    of the process, as is peak_gib.
+    """Median step after `warm` steps, with the mean seconds of its parts. mean_gib: held between steps, on rank 0; on a CPU by
+    the whole process, as is peak_gib.
 
     reached: first step, and seconds of training up to it, at which the mean of the last 10 losses is at most `until`.
     """

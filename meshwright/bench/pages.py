@@ -8,8 +8,8 @@ In the document a table lies between two comments, the first of which names the 
     ...
     <!-- end of rows -->
 
-The list of columns may go on in the next line. The rows are those of the file, in its order; a row without figures is left out. --check writes nothing and fails where a table
-is not what its file gives.
+The list of columns may go on in the next line. The rows are those of the file, in its order; a row without figures is left out.
+--check writes nothing and fails where a table is not what its file gives.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from meshwright.bench.host.measures import Measure, shown
 from meshwright.bench.table import NONE, OURS, Result, limits_of, piped, ratio, scaling
 from meshwright.errors import Finding, UserError
 
-__all__ = ["COLUMNS", "MEASURED", "BLOCK", "filled", "table_of"]
+__all__ = ["BLOCK", "COLUMNS", "MEASURED", "filled", "table_of"]
 
 BLOCK = re.compile(
     r"(<!-- rows of (?P<file>[^:]+):\s(?P<columns>[^>]+) -->\n)(?P<table>.*?)(\n<!-- end of rows -->)", re.DOTALL
@@ -143,7 +143,7 @@ def table_of(data: dict[str, Any], columns: list[str]) -> list[str]:
     if unknown:
         raise UserError(findings=[Finding("columns", f"{name!r} is unknown", f"Known: {', '.join(known)}") for name in unknown])
     results = results_of(data)
-    rows = measures or [Row(result, results, data) for result in results if result.figures is not None]
+    rows: list[Any] = [*measures] or [Row(result, results, data) for result in results if result.figures is not None]
     return piped([columns, *([known[name](row) for name in columns] for row in rows)])
 
 

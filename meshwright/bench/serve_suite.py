@@ -53,8 +53,8 @@ SMOKE = (Work("llama-1b", 4, 24, 12),)
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """works: the rows. peers: "hf" or "none". spread: ranks along tp, pp and dp of further rows of ours, each alone. repeat: how
-    often what is short is run, in turn. smoke: tiny shapes. timeout: seconds of one run; budget: of everything. out: gets
+    """works: the rows. peers: "hf" or "none". spread: ranks along tp, pp and dp of further rows of ours, each alone. repeat:
+    how often what is short is run, in turn. smoke: tiny shapes. timeout: seconds of one run; budget: of everything. out: gets
     results.json, results.md and log.txt."""
 
     works: tuple[Work, ...] = DEFAULT

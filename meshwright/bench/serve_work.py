@@ -1,4 +1,4 @@
-"""What every engine of `bench serving` answers, and the figures of its answers: shape, prompts, times of tokens in, record out."""
+"""What every engine of `bench serving` answers, and the figures of its answers from the times of their tokens."""
 
 from __future__ import annotations
 

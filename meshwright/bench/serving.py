@@ -172,7 +172,7 @@ def token_bytes(config: ModelConfig, size: int) -> int:
 
 
 def step_limit(weights: int, token: int, sequences: int, context: float, rate: float, serving: Serving) -> dict[str, Any]:
-    """Seconds below which a token for each sequence cannot come: weights / (tp rate) + token x context x sequences / (tp n rate).
+    """Seconds below which no token for each sequence can come: weights / (tp rate) + token x context x sequences / (tp n rate).
 
     n: pp x dp, or the sequences where they are fewer. Stages and copies each read their weights for their own sequences, so
     only tp divides that time; a stage that waits for the one before reads nothing. A rate of copies counts what is read and

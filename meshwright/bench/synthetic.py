@@ -46,9 +46,9 @@ class RandomRows:
 class FileRows:
     """Rows of real text, cut one behind the other out of a 1-D array of tokens, over and over.
 
-    path: a .npy file, or the folder of a corpus that `meshwright prepare` made. targets: as in `Workload`; of a masked row 15% of
-    the positions are hidden behind the last token of the vocabulary, which stands for the mask, and are to be found again. All
-    other rows predict the next token.
+    path: a .npy file, or the folder of a corpus that `meshwright prepare` made. targets: as in `Workload`; of a masked row 15%
+    of the positions are hidden behind the last token of the vocabulary, which stands for the mask, and are to be found again.
+    All other rows predict the next token.
     """
 
     def __init__(self, path: str, seq_len: int, targets: str = "causal", vocab: int = 0):

@@ -1,4 +1,4 @@
-"""Continuous batching of transformers on a Llama of the recipe's shape: random weights, SDPA, greedy, all prompts queued at once.
+"""Continuous batching of transformers on a Llama of the recipe's shape: random weights, SDPA, greedy, all prompts at once.
 
 python -m meshwright.bench.peers.hf_serving llama-1b --requests 256 --prompt 512 --answer 256 [--smoke]
 

@@ -28,8 +28,8 @@ ABOUT = (
     "Work: recipe with random weights, sequences at a time, tokens of prompt + answer; greedy, all asked for at once. "
     "Tokens/s: of answers, prompts computed in the same time. x hf, x one GPU: over transformers' continuous batching and over "
     "ours on one GPU, in this run; ± is half of both engines' (slowest − fastest run) ÷ median, where both ran more than once. "
-    "Step: from a token to the next of the same answer, median while all answers are under way. Limit: the bytes of weights, keys "
-    "and values of a step at the rate of copies in this run. First token: seconds to that of the median answer."
+    "Step: from a token to the next of the same answer, median while all answers are under way. Limit: the bytes of weights, "
+    "keys and values of a step at the rate of copies in this run. First token: seconds to that of the median answer."
 )
 MEDIANS = ("decode_step", "step_limit", "ttft", "first_token")
 

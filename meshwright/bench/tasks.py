@@ -32,7 +32,7 @@ class Settings:
     """What to run. peers: "auto", "none" or names. gpus: numbers of devices; of strategies the largest is meant. micro: rows a
     device of a strategy, by name. repeat: how often the whole list is run, in turn. tokens: a .npy file of tokens or a prepared
     corpus, until: a loss whose steps and seconds are told. out: gets results.json, results.md and log.txt. timeout: seconds of
-    one subprocess; when it is over, that engine has no result and the next one starts. budget: seconds of everything together."""
+    one subprocess; when it is over, that engine has no result and the next one starts. budget: seconds of everything."""
 
     workloads: tuple[str, ...]
     suite: str = "engines"

@@ -40,7 +40,7 @@ def test_every_kept_file_is_a_result(file: Path) -> None:
 
 
 def test_tables_are_what_their_files_give() -> None:
-    # Red when one digit of a table or of a file is changed (tried: 63,180 to 63,181 in the file, 75.2% in the document).
+    # Red when one digit of a table or of a file is changed (tried: 63,180 to 63,181 in the file).
     text = DOCUMENT.read_text(encoding="utf-8")
     assert filled(text, DOCS) == text, "run python -m meshwright.bench.pages docs/performance.md"
 

@@ -75,19 +75,18 @@ class _Tokens:
     """Of a .npy file or a prepared corpus, memory-mapped."""
 
     def __init__(self, path: str):
-        self._store = TokenStore.open(path) if Path(path).is_dir() else None
-        self._array = None if self._store is not None else np.load(path, mmap_mode="r")
+        self._held: TokenStore | np.ndarray = TokenStore.open(path) if Path(path).is_dir() else np.load(path, mmap_mode="r")
 
     def __len__(self) -> int:
-        return self._store.tokens if self._store is not None else len(self._array)
+        return self._held.tokens if isinstance(self._held, TokenStore) else len(self._held)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self._store.read(start, stop) if self._store is not None else self._array[start:stop]
+        return self._held.read(start, stop) if isinstance(self._held, TokenStore) else self._held[start:stop]
 
     @property
     def vocab(self) -> int:
         """Of the tokenizer, or one more than the largest token."""
-        return self._store.vocab_size if self._store is not None else int(self._array.max()) + 1
+        return self._held.vocab_size if isinstance(self._held, TokenStore) else int(self._held.max()) + 1
 
 
 def token_findings(path: str, workloads: Mapping[str, tuple[int, int]]) -> list[Finding]:

@@ -59,26 +59,18 @@ def register(app: typer.Typer) -> None:
         from meshwright.bench.host.runner import HOST_SUITES, HostSettings
         from meshwright.bench.strategies import parse_micro
         from meshwright.bench.tasks import SUITES, Settings
-        from meshwright.errors import Finding, UserError
 
         if suite == "compare":
             return _compare(results or [], json)
         if suite == "history":
             return _history(results or [], out, json)
-        if suite not in SUITES and suite not in HOST_SUITES and suite != "serving":
-            known = ", ".join([*SUITES, "serving", *HOST_SUITES, "compare", "history"])
-            raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {known}")])
-        if results:
-            raise UserError(findings=[Finding("bench", f"{results[0]}: only compare takes results")])
+        _refuse_unknown(suite, results or [])
         _refuse_unused(context, suite)
         if suite == "serving":
             return _serving(
                 serve_settings(rows, peers, {"tp": tp, "pp": pp, "dp": dp}, repeat, smoke, timeout, budget, out), json
             )
-        try:
-            gpus = tuple(int(part) for part in devices.split(",")) if devices else _here()
-        except ValueError:
-            raise UserError(findings=[Finding("--devices", f"{devices} is no list of numbers", "For example 1,2")]) from None
+        gpus = _counts(devices) if devices else _here()
         if suite in HOST_SUITES:
             return _host(HostSettings(suite, gpus, repeat or 5, timeout, out), json)
         settings = Settings(
@@ -102,6 +94,28 @@ def register(app: typer.Typer) -> None:
 
 OF_ALL = {"suite", "repeat", "timeout", "out", "json"}
 OF_SERVING = {"rows", "tp", "pp", "dp", "smoke"}
+
+
+def _refuse_unknown(suite: str, results: list[Path]) -> None:
+    from meshwright.bench.host.runner import HOST_SUITES
+    from meshwright.bench.tasks import SUITES
+    from meshwright.errors import Finding, UserError
+
+    known = [*SUITES, "serving", *HOST_SUITES]
+    if suite not in known:
+        what = ", ".join([*known, "compare", "history"])
+        raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {what}")])
+    if results:
+        raise UserError(findings=[Finding("bench", f"{results[0]}: only compare and history take results")])
+
+
+def _counts(devices: str) -> tuple[int, ...]:
+    from meshwright.errors import Finding, UserError
+
+    try:
+        return tuple(int(part) for part in devices.split(","))
+    except ValueError:
+        raise UserError(findings=[Finding("--devices", f"{devices} is no list of numbers", "For example 1,2")]) from None
 
 
 def _refuse_unused(context: typer.Context, suite: str) -> None:

@@ -67,8 +67,9 @@ def model_of(config: ModelConfig, device: torch.device) -> Any:
     """The same shape and kind of random weights as ours, bf16 on an accelerator."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    fields: dict[str, Any] = {"vocab_size": config.vocab, "attn_implementation": "sdpa"}
     shape = LlamaConfig(
-        vocab_size=config.vocab,
+        **fields,
         hidden_size=config.width,
         intermediate_size=config.ffn,
         num_hidden_layers=config.layers,
@@ -80,7 +81,6 @@ def model_of(config: ModelConfig, device: torch.device) -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         tie_word_embeddings=config.tied,
         initializer_range=0.02,
-        attn_implementation="sdpa",
     )
     torch.manual_seed(0)
     before = torch.get_default_dtype()

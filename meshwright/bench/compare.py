@@ -10,7 +10,7 @@ from meshwright.bench.host.measures import Measure, shown
 from meshwright.bench.table import NONE, OURS, Result, combined, piped, ratio
 from meshwright.errors import Finding, UserError
 
-__all__ = ["compare", "load"]
+__all__ = ["compare", "load", "measures_of"]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[st
 
 def _measured(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of the host's side: figure by figure, where less may be better. ratio: value after over before."""
-    old, new = ({(one.name, one.ranks): one for one in _measures(found)} for found in (before, after))
+    old, new = ({(one.name, one.ranks): one for one in measures_of(found)} for found in (before, after))
     rows: list[dict[str, Any]] = []
     for key in [*old, *(key for key in new if key not in old)]:
         first, second = old.get(key), new.get(key)
@@ -72,7 +72,8 @@ def _measured(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, A
     return rows
 
 
-def _measures(found: dict[str, Any]) -> list[Measure]:
+def measures_of(found: dict[str, Any]) -> list[Measure]:
+    """Figures of the host's side in a file of results."""
     known = Measure.__dataclass_fields__
     entries = found.get("measures", [])
     return [Measure(**{name: value for name, value in entry.items() if name in known}) for entry in entries]

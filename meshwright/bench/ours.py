@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--dropout", type=float)
     parser.add_argument("--bucket", type=int, help="MiB of gradients reduced together; default: the rule of a plan")
     parser.add_argument("--plan", help="keys of a plan, a JSON file or text; default: data parallel, graphs by the rule")
-    parser.add_argument("--tokens", help="file of int32 tokens (.npy) to read rows from; default: random rows")
+    parser.add_argument("--tokens", help="a .npy file of tokens, or a prepared corpus, to read rows from; default: random rows")
     parser.add_argument("--rows", type=int, help="of the global batch; default: the workload's on every device")
     parser.add_argument("--lr", type=float)
     parser.add_argument("--warmup", type=int, default=0, help="steps in which the learning rate rises")
@@ -77,7 +77,7 @@ def main() -> None:
     assert config.model.vocab is not None
     rows: FileRows | RandomRows = RandomRows(workload.seq_len, config.model.vocab, workload.targets)
     if args.tokens:
-        rows = FileRows(args.tokens, workload.seq_len)
+        rows = FileRows(args.tokens, workload.seq_len, workload.targets, config.model.vocab)
     with init_world(world, device_type) as ranks:
         run_on(Job(folder, profile=args.profile), config, plan, RunData(rows, None, "random"), ranks)
         peak = devices.memory(ranks.device)
@@ -90,7 +90,8 @@ def main() -> None:
 def figures(
     metrics: Path, warm: int, rows: int, seq_len: int, peak: devices.Memory, until: float | None = None
 ) -> dict[str, object]:
-    """Median step after `warm` steps, with the mean seconds of its parts. mean_gib: held between steps, on rank 0.
+    """Median step after `warm` steps, with the mean seconds of its parts. mean_gib: held between steps, on rank 0; on a CPU by
+    the whole process, as is peak_gib.
 
     reached: first step, and seconds of training up to it, at which the mean of the last 10 losses is at most `until`.
     """
@@ -109,7 +110,7 @@ def figures(
         "communication": parts["communication"] / parts["wall"],
         "parts": parts,
         "mean_gib": held / 2**30,
-        "peak_gib": peak.allocated_peak / 2**30,
+        "peak_gib": (peak.allocated_peak or max(record["memory"]["rss"] for record in records)) / 2**30,
         "reserved_gib": peak.reserved_peak / 2**30,
         "first_loss": records[0]["loss"],
         "loss": records[-1]["loss"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shlex
 import subprocess
 import sys
@@ -10,11 +11,14 @@ from pathlib import Path
 
 from meshwright import __version__
 
-__all__ = ["provenance"]
+__all__ = ["VARIABLE", "provenance"]
+
+VARIABLE = "MESHWRIGHT_COMMIT"
 
 
 def provenance() -> dict[str, str]:
-    """commit: of the checkout that the package lies in, with `+changed` where files differ from it; empty without one."""
+    """commit: of the checkout that the package lies in, with `+changed` where files differ from it; without one what
+    MESHWRIGHT_COMMIT says, which a copy without its history can be given."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
@@ -24,8 +28,8 @@ def provenance() -> dict[str, str]:
             return ""
         return done.stdout.strip()
 
-    commit = git("rev-parse", "HEAD") if (root / ".git").exists() else ""
-    changed = "+changed" if commit and git("status", "--porcelain", "--untracked-files=no") else ""
+    commit = git("rev-parse", "HEAD") if (root / ".git").exists() else os.environ.get(VARIABLE, "")
+    changed = "+changed" if (root / ".git").exists() and commit and git("status", "--porcelain", "--untracked-files=no") else ""
     return {
         "meshwright": __version__,
         "commit": commit + changed,

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from meshwright.bench.table import Result, combined, head, limits_of, markdown, 
 from meshwright.bench.tasks import Settings, Task, check, plan, scaling_plan, strategy_plan
 from meshwright.bench.workloads import WORKLOADS
 
-__all__ = ["Outcome", "Shell", "failure_of", "last_record", "run"]
+__all__ = ["Outcome", "Shell", "failure_of", "last_record", "present", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _ERROR = re.compile(r"^[\s\[\]\w:.,]*?\b(\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
@@ -32,7 +32,7 @@ _GRACE = 10.0
 """Seconds that processes have to end by themselves after a time-out."""
 RANKS_A_CORE = 4
 """Of a CPU: 8 ranks of a tiny shape on two cores show that a table runs, more would show nothing."""
-_SHORTEST = 30.0
+SHORTEST = 30.0
 """Seconds below which no further engine is started: it would only be cut off."""
 
 
@@ -96,7 +96,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
             save(outcome, settings.out)
         for task in planned(settings, outcome) * settings.repeat:
             timeout = min(settings.timeout, until - time.monotonic())
-            if timeout < min(_SHORTEST, settings.timeout):
+            if timeout < min(SHORTEST, settings.timeout):
                 task = replace(task, refused=task.refused or f"not started: the {settings.budget:g} s of --budget are over")
             result = measure(task, timeout, shell)
             outcome.results.append(result)
@@ -109,15 +109,23 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
 
 def planned(settings: Settings, outcome: Outcome) -> list[Task]:
     """The subprocesses of the suite on this machine."""
-    accelerated = outcome.machine is not None and outcome.machine["type"] != "cpu"
-    have = outcome.machine["count"] if outcome.machine else 1
-    have = have if accelerated else max(have, RANKS_A_CORE * len(os.sched_getaffinity(0)))
+    have = present(outcome.machine)
     if settings.suite == "strategies":
-        memory = outcome.machine["memory"] if outcome.machine is not None and accelerated else None
+        memory = outcome.machine["memory"] if outcome.machine is not None and _accelerated(outcome.machine) else None
         return strategy_plan(settings, have, memory, outcome.strategies)
     if settings.suite == "scaling":
         return scaling_plan(settings, have)
     return plan(settings, have) if settings.suite == "engines" else []
+
+
+def present(machine: Mapping[str, Any] | None) -> int:
+    """Devices for the ranks of an engine."""
+    have = machine["count"] if machine else 1
+    return have if _accelerated(machine) else max(have, RANKS_A_CORE * len(os.sched_getaffinity(0)))
+
+
+def _accelerated(machine: Mapping[str, Any] | None) -> bool:
+    return machine is not None and machine["type"] != "cpu"
 
 
 def look(settings: Settings, outcome: Outcome, shell: Shell, say: Callable[[str], None]) -> None:

@@ -135,11 +135,13 @@ def strategy_lines(
     one = {s.name: r for s, r in rows if s is not None and s.devices == 1 and r.figures is not None}
     lines = [[*HEADER[:-1], HEADER[-1] if target is None else f"to loss {target:g}"]]
     for strategy, result in rows:
-        lines.append(_line(strategy, result, one, limit))
+        lines.append(_line(strategy, result, one, limit, target))
     return lines
 
 
-def _line(strategy: Strategy | None, result: Result, one: Mapping[str, Result], limit: float | None) -> list[str]:
+def _line(
+    strategy: Strategy | None, result: Result, one: Mapping[str, Result], limit: float | None, target: float | None
+) -> list[str]:
     name = result.engine + (" (chosen)" if strategy is not None and strategy.chosen and strategy.name != "chosen" else "")
     micro = str(strategy.plan["micro_batch"]) if strategy is not None else NONE
     batch = str(strategy.rows) if strategy is not None else NONE
@@ -172,9 +174,9 @@ def _line(strategy: Strategy | None, result: Result, one: Mapping[str, Result], 
         NONE if figures.get("communication") is None else f"{figures['communication']:.1%}",
         NONE if figures.get("mfu") is None else f"{figures['mfu']:.1%}",
         NONE if limit is None else f"{result.rate / limit:.1%}",
-        _reached(figures.get("reached")),
+        NONE if target is None or "reached" not in figures else _reached(figures["reached"]),
     ]
 
 
 def _reached(reached: Mapping[str, Any] | None) -> str:
-    return NONE if reached is None else f"{reached['step']} steps, {reached['seconds']:.1f} s"
+    return "not reached" if reached is None else f"{reached['step']} steps, {reached['seconds']:.1f} s"

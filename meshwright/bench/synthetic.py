@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from meshwright.data.batch import IGNORE
 from meshwright.data.dataset import Row
+from meshwright.data.shards import TokenStore
+from meshwright.errors import Finding, UserError
 
-__all__ = ["FileRows", "RandomRows"]
+__all__ = ["FileRows", "RandomRows", "token_findings"]
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,67 @@ class RandomRows:
 
 
 class FileRows:
-    """Rows for next-token prediction, cut one behind the other from a 1-D array of tokens in a .npy file, over and over."""
+    """Rows of real text, cut one behind the other out of a 1-D array of tokens, over and over.
 
-    def __init__(self, path: str, seq_len: int):
-        self.seq_len = seq_len
-        self._tokens = np.load(path, mmap_mode="r")
+    path: a .npy file, or the folder of a corpus that `meshwright prepare` made. targets: as in `Workload`; of a masked row 15%
+    of the positions are hidden behind the last token of the vocabulary, which stands for the mask, and are to be found again.
+    All other rows predict the next token.
+    """
+
+    def __init__(self, path: str, seq_len: int, targets: str = "causal", vocab: int = 0):
+        self.seq_len, self.targets, self.vocab = seq_len, targets, vocab
+        self._tokens = _Tokens(path)
         self.rows = (len(self._tokens) - 1) // seq_len
 
     def row(self, sample: int) -> Row:
         start = sample % self.rows * self.seq_len
-        tokens = self._tokens[start : start + self.seq_len + 1].astype(np.int64)
-        return Row(tokens[:-1], tokens[1:], self.seq_len)
+        tokens = self._tokens.read(start, start + self.seq_len + 1).astype(np.int64)
+        if self.targets != "masked":
+            return Row(tokens[:-1], tokens[1:], self.seq_len)
+        inputs = tokens[:-1].copy()
+        count = round(0.15 * self.seq_len)
+        select = np.zeros(-(-self.seq_len * 15 // 100), dtype=np.int64)
+        labels = np.full(select.size, IGNORE, dtype=np.int64)
+        select[:count] = np.sort(np.random.default_rng((0, sample)).choice(self.seq_len, count, replace=False))
+        labels[:count] = inputs[select[:count]]
+        inputs[select[:count]] = self.vocab - 1
+        return Row(inputs, labels, self.seq_len, select=select)
+
+
+class _Tokens:
+    """Of a .npy file or a prepared corpus, memory-mapped."""
+
+    def __init__(self, path: str):
+        self._held: TokenStore | np.ndarray = TokenStore.open(path) if Path(path).is_dir() else np.load(path, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return self._held.tokens if isinstance(self._held, TokenStore) else len(self._held)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self._held.read(start, stop) if isinstance(self._held, TokenStore) else self._held[start:stop]
+
+    @property
+    def vocab(self) -> int:
+        """Of the tokenizer, or one more than the largest token."""
+        return self._held.vocab_size if isinstance(self._held, TokenStore) else int(self._held.max()) + 1
+
+
+def token_findings(path: str, workloads: Mapping[str, tuple[int, int]]) -> list[Finding]:
+    """What is wrong with the tokens of `FileRows`. workloads: positions of a row and vocabulary, by name."""
+    fix = "Give a .npy file with a row of token numbers, or a folder that `meshwright prepare` made"
+    if not Path(path).exists():
+        return [Finding("--tokens", f"{path} is not there", fix)]
+    try:
+        tokens = _Tokens(path)
+        length, vocab = len(tokens), tokens.vocab
+    except UserError as error:
+        return list(error.findings)
+    except (OSError, ValueError, TypeError) as error:
+        return [Finding("--tokens", f"{path} cannot be read: {error}", fix)]
+    found = []
+    for name, (seq_len, size) in workloads.items():
+        if vocab > size:
+            found.append(Finding("--tokens", f"{path} has tokens up to {vocab - 1}, and {name} knows {size}", "Use other text"))
+        if length <= seq_len:
+            found.append(Finding("--tokens", f"{path} has {length} tokens, and a row of {name} needs {seq_len + 1}", fix))
+    return found

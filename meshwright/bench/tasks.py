@@ -9,6 +9,7 @@ from pathlib import Path
 
 from meshwright.bench.peers import BEST, PEERS, missing
 from meshwright.bench.strategies import Strategy, strategies
+from meshwright.bench.synthetic import token_findings
 from meshwright.bench.table import OURS
 from meshwright.bench.workloads import WORKLOADS
 from meshwright.errors import Finding, UserError
@@ -29,9 +30,9 @@ ORDER = ("ceilings", "peer", "ours")
 @dataclass(frozen=True)
 class Settings:
     """What to run. peers: "auto", "none" or names. gpus: numbers of devices; of strategies the largest is meant. micro: rows a
-    device of a strategy, by name. repeat: how often the whole list is run, in turn. tokens: a .npy file of tokens, until: a
-    loss whose steps and seconds are told. out: gets results.json, results.md and log.txt. timeout: seconds of one subprocess;
-    when it is over, that engine has no result and the next one starts. budget: seconds of everything together."""
+    device of a strategy, by name. repeat: how often the whole list is run, in turn. tokens: a .npy file of tokens or a prepared
+    corpus, until: a loss whose steps and seconds are told. out: gets results.json, results.md and log.txt. timeout: seconds of
+    one subprocess; when it is over, that engine has no result and the next one starts. budget: seconds of everything."""
 
     workloads: tuple[str, ...]
     suite: str = "engines"
@@ -82,8 +83,12 @@ def check(settings: Settings) -> None:
             )
     if any(count < 1 for count in settings.gpus):
         findings.append(Finding("--gpus", f"{min(settings.gpus)} is no number of devices", "For example --gpus 1,2"))
-    if settings.tokens is not None and not Path(settings.tokens).is_file():
-        findings.append(Finding("--tokens", f"{settings.tokens} is no file", "Give a .npy file with a row of token numbers"))
+    if settings.tokens is not None:
+        known = {name: WORKLOADS[name] for name in settings.workloads if name in WORKLOADS}
+        findings += token_findings(settings.tokens, {name: (w.seq_len, w.model["vocab"]) for name, w in known.items()})
+    elif settings.until is not None:
+        fix = "Give --tokens with real text"
+        findings.append(Finding("--until", "is never reached on random tokens, of which there is nothing to learn", fix))
     if not 0 < settings.warm < settings.steps:
         findings.append(Finding("--warm", f"{settings.warm} of {settings.steps} steps leaves none to count"))
     if findings:

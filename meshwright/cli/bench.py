@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from meshwright.bench.host.runner import HostSettings
+    from meshwright.bench.serve_suite import ServeSettings
     from meshwright.bench.tasks import Settings
 
 EXAMPLE = "Example: meshwright bench strategies --workloads encoder-24x1024 --devices 2 --peers ddp,deepspeed-2 --out bench"
@@ -21,10 +22,12 @@ def register(app: typer.Typer) -> None:
         suite: str = typer.Argument(
             ...,
             help="strategies: plans of these devices beside one device; engines: ours beside other tools; scaling: one to many "
-            "devices; ceilings: what the machine can do at best; data, checkpoint, startup, overhead: the host's side; "
-            "compare A B: two results.",
+            "devices; ceilings: what the machine can do at best; serving: answers beside another engine's; data, checkpoint, "
+            "startup, overhead: the host's side; compare A B: two results; history FOLDER: all that it holds, over time.",
         ),
-        results: list[Path] | None = typer.Argument(None, help="compare: two folders that --out named, or results.json."),
+        results: list[Path] | None = typer.Argument(
+            None, help="compare: two folders that --out named, or results.json; history: a folder."
+        ),
         workloads: str | None = typer.Option(None, help="Names with commas; default: the suite's."),
         peers: str | None = typer.Option(
             None, help="auto: the fastest known ones; none; or names (default: auto for engines, none for strategies)."
@@ -34,12 +37,21 @@ def register(app: typer.Typer) -> None:
         steps: int = typer.Option(30, min=2, help="Steps of each engine."),
         warm: int = typer.Option(10, min=1, help="First steps that are not counted."),
         repeat: int | None = typer.Option(None, min=1, help="Run the whole list so often, in turn (1; of the host's side 5)."),
-        tokens: str | None = typer.Option(None, help=".npy file of token numbers to train on; default: random ones."),
+        tokens: str | None = typer.Option(
+            None, help="Prepared corpus, or .npy file of tokens, to train on; default: random ones."
+        ),
         until: float | None = typer.Option(None, help="Tell the steps and seconds to this loss (with --tokens)."),
         order: str = typer.Option("ceilings,peer,ours", help="What runs, in this order."),
         timeout: float = typer.Option(240.0, help="Seconds of one engine's run."),
         budget: float | None = typer.Option(None, help="Seconds after which no further engine is started."),
-        out: Path | None = typer.Option(None, help="Folder for results.json, results.md, results.html and log.txt."),
+        rows: str | None = typer.Option(None, help="serving: recipe:sequences:prompt:answer with commas; default: five rows."),
+        tp: int | None = typer.Option(None, help="serving: further rows over so many devices that share every matrix."),
+        pp: int | None = typer.Option(None, help="serving: the same, stages of layers behind each other."),
+        dp: int | None = typer.Option(None, help="serving: the same, copies side by side."),
+        smoke: bool = typer.Option(False, "--smoke", help="serving: tiny shapes, to see that it runs."),
+        out: Path | None = typer.Option(
+            None, help="Folder for results.json, results.md, results.html and log.txt; history: the page."
+        ),
         json: bool = typer.Option(False, "--json", help="Print one JSON object in place of the table."),
     ) -> int:
         """Measure this machine. Every engine runs by itself, in turn, on the same shapes; each result keeps the machine, the
@@ -47,21 +59,19 @@ def register(app: typer.Typer) -> None:
         from meshwright.bench.host.runner import HOST_SUITES, HostSettings
         from meshwright.bench.strategies import parse_micro
         from meshwright.bench.tasks import SUITES, Settings
-        from meshwright.errors import Finding, UserError
 
         if suite == "compare":
             return _compare(results or [], json)
-        if suite not in SUITES and suite not in HOST_SUITES:
-            known = ", ".join([*SUITES, *HOST_SUITES, "compare"])
-            raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {known}")])
-        if results:
-            raise UserError(findings=[Finding("bench", f"{results[0]}: only compare takes results")])
-        try:
-            gpus = tuple(int(part) for part in devices.split(",")) if devices else _here()
-        except ValueError:
-            raise UserError(findings=[Finding("--devices", f"{devices} is no list of numbers", "For example 1,2")]) from None
+        if suite == "history":
+            return _history(results or [], out, json)
+        _refuse_unknown(suite, results or [])
+        _refuse_unused(context, suite)
+        if suite == "serving":
+            return _serving(
+                serve_settings(rows, peers, {"tp": tp, "pp": pp, "dp": dp}, repeat, smoke, timeout, budget, out), json
+            )
+        gpus = _counts(devices) if devices else _here()
         if suite in HOST_SUITES:
-            _refuse_unused(context, suite)
             return _host(HostSettings(suite, gpus, repeat or 5, timeout, out), json)
         settings = Settings(
             workloads=tuple(workloads.split(",")) if workloads else SUITES[suite],
@@ -82,11 +92,42 @@ def register(app: typer.Typer) -> None:
         return _measure(settings, json)
 
 
-def _refuse_unused(context: typer.Context, suite: str) -> None:
-    """Options that mean nothing to a suite of the host's side are a mistake, as a wrong number would be."""
+OF_ALL = {"suite", "repeat", "timeout", "out", "json"}
+OF_SERVING = {"rows", "tp", "pp", "dp", "smoke"}
+
+
+def _refuse_unknown(suite: str, results: list[Path]) -> None:
+    from meshwright.bench.host.runner import HOST_SUITES
+    from meshwright.bench.tasks import SUITES
     from meshwright.errors import Finding, UserError
 
-    taken = {"suite", "repeat", "timeout", "out", "json"} | ({"devices"} if suite != "data" else set())
+    known = [*SUITES, "serving", *HOST_SUITES]
+    if suite not in known:
+        what = ", ".join([*known, "compare", "history"])
+        raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {what}")])
+    if results:
+        raise UserError(findings=[Finding("bench", f"{results[0]}: only compare and history take results")])
+
+
+def _counts(devices: str) -> tuple[int, ...]:
+    from meshwright.errors import Finding, UserError
+
+    try:
+        return tuple(int(part) for part in devices.split(","))
+    except ValueError:
+        raise UserError(findings=[Finding("--devices", f"{devices} is no list of numbers", "For example 1,2")]) from None
+
+
+def _refuse_unused(context: typer.Context, suite: str) -> None:
+    """Options that mean nothing to a suite are a mistake, as a wrong number would be."""
+    from meshwright.bench.tasks import SUITES
+    from meshwright.errors import Finding, UserError
+
+    taken = OF_ALL | ({"devices"} if suite != "data" else set())
+    if suite == "serving":
+        taken = OF_ALL | OF_SERVING | {"peers", "budget"}
+    elif suite in SUITES:
+        taken = set(context.params) - OF_SERVING
     given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     findings = [Finding(f"--{name}", f"has no effect on bench {suite}", "Leave it out") for name in given if name not in taken]
     if findings:
@@ -126,6 +167,58 @@ def _host(settings: HostSettings, json: bool) -> int:
         write_measures(settings.out / "results.html", outcome.table(), outcome.measures)
     typer.echo(codec.dumps(outcome.as_dict()) if json else "\n" + outcome.table())
     return 0 if outcome.ok else 1
+
+
+def serve_settings(
+    rows: str | None,
+    peers: str | None,
+    spread: dict[str, int | None],
+    repeat: int | None,
+    smoke: bool,
+    timeout: float,
+    budget: float | None,
+    out: Path | None,
+) -> ServeSettings:
+    from meshwright.bench.serve_suite import DEFAULT, PEER, SMOKE, ServeSettings, parse_rows
+
+    return ServeSettings(
+        works=parse_rows(rows) if rows else (SMOKE if smoke else DEFAULT),
+        peers=PEER.name if peers in (None, "auto") else peers or "none",
+        spread=tuple((axis, size) for axis, size in spread.items() if size is not None),
+        repeat=repeat or 2,
+        smoke=smoke,
+        timeout=timeout,
+        budget=budget or float("inf"),
+        out=out,
+    )
+
+
+def _serving(settings: ServeSettings, json: bool) -> int:
+    import json as codec
+
+    from meshwright.bench.page import write_page
+    from meshwright.bench.serve_suite import run
+
+    outcome = run(settings, say=lambda text: typer.echo(text, err=json))
+    if settings.out is not None:
+        write_page(settings.out / "results.html", outcome.table(), outcome.results)
+    typer.echo(codec.dumps(outcome.as_dict()) if json else "\n" + outcome.table())
+    return 0 if any(result.figures is not None for result in outcome.results) else 1
+
+
+def _history(results: list[Path], out: Path | None, json: bool) -> int:
+    import json as codec
+
+    from meshwright.bench.history import history_table, points, read_folder, write_history
+    from meshwright.errors import Finding, UserError
+
+    if len(results) != 1:
+        raise UserError(findings=[Finding("bench history", f"{len(results)} folders", "Give one: bench history FOLDER")])
+    found = points(read_folder(results[0]))
+    if out is not None:
+        write_history(out, found)
+    typer.echo(codec.dumps([vars(point) for point in found]) if json else history_table(found))
+    return 0
 
 
 def _compare(results: list[Path], json: bool) -> int:

@@ -26,7 +26,9 @@ _TRITON = find_spec("triton") is not None
 
 def _one_pass(x: torch.Tensor) -> bool:
     elsewhere = x.device.type not in ("cpu", "meta") and x.dtype != torch.float64
-    return elsewhere and _TRITON and not torch.compiler.is_exporting()
+    # a compiler that traces for itself is told that everything is being exported
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return elsewhere and _TRITON and not exporting
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ from meshwright.parallel.engine import Engine, StepInfo
 from meshwright.parallel.expert import split_experts
 from meshwright.parallel.flat import FlatParameters
 from meshwright.parallel.foreign import StudiedParameters
-from meshwright.parallel.graphs import replay_blocks
 from meshwright.parallel.fp8 import multiply_in_fp8
+from meshwright.parallel.graphs import replay_blocks
 from meshwright.parallel.inputs import cast_buffers, cast_inputs
 from meshwright.parallel.optimizer import FlatOptimizer
 from meshwright.parallel.pipeline import cut
@@ -77,9 +77,9 @@ def parallelize(
     goes next, since it changes which block of a parameter exists here, then expert parallelism, which takes whole experts of
     what is left; then ties across stages, of whatever blocks those are. Context parallelism changes no parameter, only which
     positions there are and how attention sees the others; its exchanges are inside of blocks. Then the linear layers of blocks
-    become those of fp8. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism comes
-    after all that, since it moves the parameters into its buffers and hooks them: whatever replaced a parameter after that would
-    be trained by nobody. Recordings are of blocks as they are then, over parameters that stay where they are.
+    become those of fp8. Recompute wraps blocks as they then are; compilation sees the recomputed block. Data parallelism
+    comes after all that, since it moves the parameters into its buffers and hooks them: whatever replaced a parameter later
+    would be trained by nobody. Recordings are of blocks as they are then, over parameters that stay where they are.
     """
     sync = sync or SyncConfig()
     _check(plan, mesh, sync)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from meshwright.bench.compare import compare, load
 from meshwright.bench.page import write_page
 from meshwright.bench.runner import Outcome, planned
 from meshwright.bench.strategies import FULL, ONE, Strategy, parse_micro, strategies, strategy_lines
+from meshwright.bench.synthetic import FileRows
 from meshwright.bench.table import Result, combined, scaling_lines
-from meshwright.bench.tasks import Settings
+from meshwright.bench.tasks import Settings, check
 from meshwright.bench.workloads import WORKLOADS
+from meshwright.data.batch import IGNORE
 from meshwright.errors import UserError
 
 ENCODER = WORKLOADS["encoder-24x1024"]
@@ -143,3 +146,43 @@ def test_a_peer_is_never_taken_for_one_of_our_rows(monkeypatch):
     assert [task.refused for task in tasks] == [""] * len(tasks), "a CPU has four ranks a core"
     outcome = Outcome(Settings(("smoke-encoder",), suite="strategies", gpus=(9,)))
     assert "needs 9 devices, here are 8" in {task.refused for task in planned(outcome.settings, outcome)}
+
+
+def test_rows_of_real_text(tmp_path):
+    # Red when the hidden tokens stay visible, or the labels are those of other positions.
+    tokens = np.arange(0, 90, dtype=np.int32)
+    np.save(tmp_path / "text.npy", tokens)
+    plain = FileRows(str(tmp_path / "text.npy"), 20)
+    assert plain.rows == 4 and plain.row(5).tokens.tolist() == list(range(20, 40))
+    assert plain.row(5).labels.tolist() == list(range(21, 41))
+    row = FileRows(str(tmp_path / "text.npy"), 20, "masked", 100).row(1)
+    chosen = row.select[row.labels != IGNORE]
+    assert len(set(chosen.tolist())) == 3, "15% of 20"
+    assert (20 + chosen).tolist() == row.labels[:3].tolist() and (row.tokens[chosen] == 99).all()
+    assert (np.delete(row.tokens, chosen) == np.delete(np.arange(20, 40), chosen)).all()
+    assert tokens[20] == 20, "the file's own are left alone"
+
+
+def test_tokens_that_cannot_be_used_are_named(tmp_path):
+    np.save(tmp_path / "text.npy", np.array([1, 2, 600]))
+    (tmp_path / "text.txt").write_text("no numbers")
+    for tokens, words in (
+        ("text.npy", ("tokens up to 600, and smoke-encoder knows 512", "has 3 tokens, and a row of smoke-encoder needs 65")),
+        ("text.txt", ("cannot be read",)),
+        ("gone.npy", ("is not there",)),
+        (".", ("manifest",)),
+    ):
+        with pytest.raises(UserError) as caught:
+            check(Settings(("smoke-encoder",), tokens=str(tmp_path / tokens)))
+        assert all(word in str(caught.value) for word in words), (tokens, str(caught.value))
+    with pytest.raises(UserError, match="never reached on random tokens"):
+        check(Settings(("smoke-encoder",), until=5.0))
+
+
+def test_a_loss_that_was_not_reached_is_said():
+    rows = [
+        (Strategy("ddp", 2, {"micro_batch": 32}, 64), result("ddp", 2, 0.1, 64, reached=None)),
+        (None, result("peer", 2, 0.1)),
+    ]
+    assert [line[-1] for line in strategy_lines(rows, None, 5.0)] == ["to loss 5", "not reached", "–"]
+    assert strategy_lines(rows, None, None)[1][-1] == "–"

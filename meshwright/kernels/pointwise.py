@@ -1,6 +1,7 @@
 """Activations of training that a compiler leaves slower than memory is: exact GELU and the gate of swiglu, with gradients.
 
-Where `kernels.pointwise_triton` can run they are operators, opaque to a compiler, that read and write each element once.
+Where `kernels.pointwise_triton` can run they are operators, opaque to a compiler, that read and write each element once (but
+for swiglu's forward in compiled code, where a compiler does so too).
 Everywhere else (on a CPU, in fp64, without Triton, in an exported graph) they are what torch has, which a compiler may fuse.
 Both sides of an activation are matrix products, so that an opaque operator keeps nothing from being fused.
 
@@ -39,7 +40,9 @@ def gelu(x: torch.Tensor) -> torch.Tensor:
 def swiglu(x: torch.Tensor, gate_rows: int) -> torch.Tensor:
     """[..., 2 F] -> [..., F], silu(gate) value: features alternate, `gate_rows` of the gate, then as many of the value."""
     runs = gate_rows & (gate_rows - 1) == 0 and x.shape[-1] % (2 * gate_rows) == 0  # what the kernel takes
-    return swiglu_operator(x, gate_rows) if runs and _one_pass(x) else plain_swiglu(x, gate_rows)
+    if not runs or not _one_pass(x):
+        return plain_swiglu(x, gate_rows)
+    return _FusedSwiglu.apply(x, gate_rows) if torch.compiler.is_compiling() else swiglu_operator(x, gate_rows)
 
 
 plain_gelu = F.gelu
@@ -125,6 +128,18 @@ def _backward_of_gelu(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
 
 def _backward_of_swiglu(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
     return _swiglu_gradient(gradient, *ctx.saved_tensors, *ctx.rows), None
+
+
+class _FusedSwiglu(torch.autograd.Function):
+    """A compiler is as fast as memory in forward, and finds the largest number of a row, which fp8 needs, in the same kernel;
+    only its gradient is slow."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, gate_rows: int) -> torch.Tensor:
+        return plain_swiglu(x, gate_rows)
+
+    setup_context = staticmethod(_remember)
+    backward = staticmethod(_backward_of_swiglu)
 
 
 gelu_operator.register_autograd(_backward_of_gelu, setup_context=_remember)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -128,10 +129,17 @@ def test_in_a_compiled_layer(name: str, recompute: str, monkeypatch: pytest.Monk
     gradient = torch.randn_like(x) / 64
     tokens = torch.zeros(rows, config.max_len, dtype=torch.int64, device=DEVICE)
     keys = dropout.position_keys(0, torch.arange(rows, device=DEVICE), torch.arange(config.max_len, device=DEVICE))
-    grads, times = [], []
+    grads, times, called = [], [], [0, 0]
+    real = getattr(kernels(), f"{name}_gradient")
     for operators in (True, False):
         torch.compiler.reset()
         with monkeypatch.context() as changed:
+
+            def counted(*arguments: Any, operators: bool = operators) -> torch.Tensor:
+                called[operators] += 1
+                return real(*arguments)
+
+            changed.setattr(kernels(), f"{name}_gradient", counted)
             if not operators:
                 changed.setattr(pointwise, "_TRITON", False)
             model = build(config, "lm", torch.bfloat16)
@@ -145,6 +153,7 @@ def test_in_a_compiled_layer(name: str, recompute: str, monkeypatch: pytest.Monk
 
             times.append(seconds(step, times=10))
             grads.append([parameter.grad.float() for parameter in model.layers.parameters()])
+    assert called[False] == 0 < called[True]
     print(f"\nlayer with {name}, recompute {recompute}: {1e3 * times[0]:.2f} ms, without operators {1e3 * times[1]:.2f} ms")
     for a, b in zip(*grads, strict=True):
         # Atomic sums of attention's backward may round otherwise from run to run, and bf16 has 8 bits.

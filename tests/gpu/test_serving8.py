@@ -71,7 +71,7 @@ def chain(steps: int, width: int, narrow: bool) -> tuple[Callable[[], torch.Tens
         return ScaledLinear(plain.weight, None) if narrow else plain
 
     ups, downs = ([matrix(*size) for _ in range(steps)] for size in ((2 * width, width), (width, width)))
-    norm = nn.RMSNorm(width, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+    norm = nn.RMSNorm(width, eps=1e-5, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
     start = torch.randn(1, 1, width, device=DEVICE, dtype=torch.bfloat16)
 
     def run() -> torch.Tensor:
@@ -126,7 +126,8 @@ def test_kernels_of_8_bits_are_their_plain_versions(many: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("rows", [2, 16, 256, 1000])
 def test_rows_of_8_bits_times_a_matrix_of_8_bits(rows: int):
-    """What torch multiplies, against fp64 with the same rounded numbers: the sum is rounded to bf16, 2**-9."""
+    """What torch multiplies, against fp64 with the same rounded numbers. Fast accumulation keeps about 13 bits of a partial
+    sum, of which K = 512 has 16: up to 5.1e-3 of the largest of a row was seen, where rounding to bf16 is 2e-3."""
     torch.manual_seed(0)
     x = torch.randn(rows, 512, device=DEVICE, dtype=torch.bfloat16)
     x *= torch.logspace(-3, 3, rows, device=DEVICE)[:, None]
@@ -136,7 +137,7 @@ def test_rows_of_8_bits_times_a_matrix_of_8_bits(rows: int):
     exact = (values.double() * scale) @ (module.weight.double() * module.scale[:, None]).t()
     size = exact.abs().amax(1, keepdim=True)
     given = multiplied(values, scale, module.weight, module.scale, torch.bfloat16)
-    assert float(((given.double() - exact) / size).abs().max()) < 2.0**-8
+    assert float(((given.double() - exact) / size).abs().max()) < 2.0**-7
     assert float(((module(x).double() - exact) / size).abs().max()) < 2.0**-6  # an activation may be rounded the other way
     widened = x.double() @ (module.weight.double() * module.scale[:, None]).t()
     print(f"\n{rows} rows: rounding activations changes {float((exact - widened).norm() / widened.norm()):.2%}")
@@ -147,18 +148,29 @@ def test_8_bits_recorded_and_called():
     assert answers(model) == called(model)
 
 
-def test_8_bits_beside_bf16(capsys: pytest.CaptureFixture[str]):
-    """Of a random model, whose logits are close to each other: how far they move, in shares of their spread."""
+def rounded_rows(x: torch.Tensor) -> torch.Tensor:
+    values, scale = plain_quantize_rows(x)
+    return values.float() * scale
+
+
+def test_8_bits_move_the_logits_as_the_same_rounding_does_in_full_precision(capsys: pytest.CaptureFixture[str]):
+    """Of a random model, whose logits are close to each other and whose attention is sharp: what rounding weights and
+    activations alone changes, by fp32 on a CPU, against what the kernels change."""
     model = made(128, 4).eval().requires_grad_(False)
-    tokens = torch.randint(0, 997, (2, 256), device=DEVICE)
+    tokens = torch.randint(0, 997, (2, 256), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        plain = model(tokens).float()
-        small = quantize_matrices(copy.deepcopy(model), DEVICE)(tokens).float()
-    share = float((small - plain).norm() / plain.norm())
-    alike = float((small.argmax(-1) == plain.argmax(-1)).double().mean())
+        plain = model(tokens.to(DEVICE)).float()
+        small = quantize_matrices(copy.deepcopy(model), DEVICE)(tokens.to(DEVICE)).float()
+        exact = copy.deepcopy(model).float().cpu()
+        rounded = quantize_matrices(copy.deepcopy(exact), torch.device("cpu"))
+        for module in rounded.modules():
+            if isinstance(module, ScaledLinear):
+                module.register_forward_pre_hook(lambda _, given: (rounded_rows(given[0]),))
+        moved = rounded(tokens) - exact(tokens)
+    share, expected = (small - plain).norm() / plain.norm(), moved.norm() / exact(tokens).norm()
     with capsys.disabled():
-        print(f"\nlogits move by {share:.2%} of their size; {alike:.1%} of the largest are alike")
-    assert 0.0 < share < 0.15
+        print(f"\nlogits move by {float(share):.2%} of their size, by the rounding alone {float(expected):.2%}")
+    assert abs(float(share) / float(expected) - 1.0) < 0.1
 
 
 @pytest.mark.parametrize("name", ["llama-1b", "llama-3-8b"])

@@ -146,6 +146,7 @@ def emulated(model: Trunk, patch: pytest.MonkeyPatch) -> Trunk:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["weights", "weights, cache", "weights, cache, activations"])
 def test_what_it_costs_a_trained_model(kind: str, monkeypatch: pytest.MonkeyPatch):
     """Seen: logits move by 2.3% of their size (weights), 2.9% (with the cache), 3.8% (with activations); perplexity 2.822 by

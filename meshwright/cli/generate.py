@@ -57,15 +57,14 @@ def register(app: typer.Typer) -> None:
 
             typer.echo(continue_text(load_trained(model, best=best), prompt, **drawn))
             return 0
-        from meshwright.serve.sampling import SamplingParams
-
-        params = SamplingParams(**drawn)
         if prompts is not None and output is not None:
             from meshwright.serve.batch import BatchCommand
 
             return BatchCommand(model, prompts, output, drawn, given, devices).run()
         from meshwright.serve.engine import LLMEngine
+        from meshwright.serve.sampling import SamplingParams
 
+        params = SamplingParams(**drawn)
         return _typed(LLMEngine.load(model), params)
 
 

@@ -3,6 +3,7 @@ folder or a Hugging Face folder."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ def load_trained(
     folder = run_folder(path)
     if folder is None:
         return _load_folder(Path(path), device, dtype)
-    with CheckpointStore(folder.checkpoints, write=False, report=print) as store:
+    with CheckpointStore(folder.checkpoints, write=False, report=_skipped) as store:
         found = _checkpoint(store, folder, Path(path), best)
         held = inspect(found)
         names, meta = held["tensors"], held["meta"]
@@ -126,7 +127,7 @@ def described(path: str | Path) -> tuple[ModelConfig, str]:
     """Shape and task of what `load_trained` would load, without its weights. Raises CheckpointError as that does."""
     path, run = Path(path), run_folder(path)
     if run is not None:
-        with CheckpointStore(run.checkpoints, write=False, report=print) as store:
+        with CheckpointStore(run.checkpoints, write=False, report=_skipped) as store:
             found = _checkpoint(store, run, path)
         config = Config.model_validate(inspect(found)["meta"]["config"])
         load_modules(config.run.modules)
@@ -138,6 +139,10 @@ def described(path: str | Path) -> tuple[ModelConfig, str]:
         with HfFolder.open(path) as source:
             return source.hf.config, source.hf.task
     raise _no_model(path)
+
+
+def _skipped(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)  # a command's answers go to the other stream
 
 
 def continue_text(

@@ -16,7 +16,7 @@ from meshwright.serve.contract import Engine
 from meshwright.serve.fleet import Fleet
 from meshwright.serve.layout import Serving
 from meshwright.serve.loading import phase, say
-from meshwright.serve.offline import AHEAD, answer_file
+from meshwright.serve.offline import AHEAD, answer_file, check_prompts
 from meshwright.serve.sampling import SamplingParams
 
 __all__ = ["BatchCommand"]
@@ -42,9 +42,7 @@ class BatchCommand:
 
     def run(self) -> int:
         """Answer every prompt; the exit code. Raises UserError with all findings before anything is loaded."""
-        findings = [Finding(self.output, "is there already", "Name another file")] if Path(self.output).exists() else []
-        if not Path(self.prompts).is_file():
-            findings.append(Finding(self.prompts, "there is no such file"))
+        findings = self._findings()
         serving, more = self.fleet.plan(task="lm")
         if findings or serving is None:
             raise UserError(findings=[*findings, *more])
@@ -55,6 +53,21 @@ class BatchCommand:
         with phase(f"load {self.model}"):
             engine = self.fleet.load(serving)
         return self._answer(engine, serving)
+
+    def _findings(self) -> list[Finding]:
+        """What is wrong with the settings of the answers and with the files."""
+        findings: list[Finding] = []
+        try:
+            SamplingParams(**self.drawn)
+        except UserError as error:
+            findings += error.findings
+        if Path(self.output).exists():
+            findings.append(Finding(self.output, "is there already", "Name another file"))
+        elif not Path(self.output).absolute().parent.is_dir():
+            findings.append(Finding(self.output, "cannot be written: there is no such folder", "Make it first"))
+        if not Path(self.prompts).is_file():
+            return [*findings, Finding(self.prompts, "there is no such file")]
+        return [*findings, *check_prompts(self.prompts)]
 
     def as_rank(self, serving: Serving) -> int:
         """One rank of several."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from pydantic.fields import FieldInfo
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.serve.contract import Busy, NotReady
-from meshwright.serve.protocol import SHAPES, UNSUPPORTED, ErrorBody, ErrorDetail, dumped
+from meshwright.serve.protocol import UNIONS, UNSUPPORTED, ErrorBody, ErrorDetail, dumped
 
 __all__ = ["ApiError", "from_engine", "from_validation", "mask_missing", "response_of"]
 
@@ -60,7 +61,7 @@ def mask_missing(token: str | None) -> ApiError:
     return ApiError(400, f"input {what}", code="no_mask", param="input")
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]], fields: Collection[str]) -> ApiError:
+def from_validation(errors: Sequence[Mapping[str, Any]], fields: Mapping[str, FieldInfo]) -> ApiError:
     """One error of everything that is wrong with a body. fields: that it may have."""
     told: dict[str, tuple[str, str]] = {}
     for error in errors:
@@ -79,7 +80,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], fields: Collection[str]
     return ApiError(400, "; ".join(texts), code=told[field][1], param=field)
 
 
-def _told(error: Mapping[str, Any], field: str, place: Sequence[Any], fields: Collection[str]) -> tuple[str, str]:
+def _told(error: Mapping[str, Any], field: str, place: Sequence[Any], fields: Mapping[str, FieldInfo]) -> tuple[str, str]:
     if error["type"] == "missing" and len(place) == 1:
         return "is missing", "missing_field"
     if error["type"] == "extra_forbidden" and len(place) == 1:
@@ -90,8 +91,8 @@ def _told(error: Mapping[str, Any], field: str, place: Sequence[Any], fields: Co
         )
     if field in UNSUPPORTED:
         return UNSUPPORTED_TEXT.format(UNSUPPORTED[field]), "unsupported_field"
-    if field in SHAPES:
-        return SHAPES[field], "invalid_value"
+    if field in UNIONS and len(place) > 1:  # elsewhere a field of this name has one type, and the checker's words are right
+        return f"must be {fields[field].description}", "invalid_value"
     inner = ".".join(str(part)[:80] for part in place[1:])
     text = str(error["msg"]).removeprefix("Input ").removeprefix("Value error, ")
     return f"({inner}) {text}" if inner else text, "invalid_value"

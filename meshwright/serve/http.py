@@ -346,7 +346,7 @@ def _handlers(app: FastAPI) -> None:
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        fields = FIELDS.get(getattr(request.scope.get("route"), "path", ""), ())
+        fields = FIELDS.get(getattr(request.scope.get("route"), "path", ""), {})
         return response_of(from_validation(error.errors(), fields))
 
     async def ours(request: Request, error: Exception) -> Response:
@@ -355,6 +355,9 @@ def _handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400:  # of the reader of the body, for all that is no plain mistake of syntax
+            text = "the body is not valid JSON in UTF-8, is nested too deeply, or has a number of too many digits"
+            return response_of(ApiError(400, text, code="invalid_json"))
         text = f"{request.method} {request.url.path[:200]}: {error.detail}"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "invalid_request")
         return response_of(ApiError(error.status_code, text, code=code, headers=error.headers))

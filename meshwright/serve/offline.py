@@ -8,18 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import DataError, Finding
+from meshwright.errors import DataError, Finding, counted
 from meshwright.serve.contract import Engine
 from meshwright.serve.faults import ApiError
 from meshwright.serve.prompts import Prompts
 from meshwright.serve.request import Request
 from meshwright.serve.sampling import SamplingParams
 
-__all__ = ["Completed", "answer_file", "complete", "read_prompts", "streamed"]
+__all__ = ["Completed", "answer_file", "check_prompts", "complete", "read_prompts", "streamed"]
 
 AHEAD = 1024
 """Prompts that an engine is given at a time, for each copy of its model: enough to fill any batch, and a file of any length
 stays out of memory."""
+SHOWN = 8
+"""Findings of a file that are told: one of another shape has as many as lines."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,36 @@ def read_prompts(path: str | Path) -> Iterator[str]:
 
     Raises DataError naming file and line.
     """
-    path = Path(path)
+    for _, found in _rows(Path(path)):
+        if isinstance(found, Finding):
+            raise DataError(findings=[found])
+        yield found
+
+
+def check_prompts(path: str | Path, wrong: Callable[[str], str | None] = lambda text: None) -> list[Finding]:
+    """What is wrong with a file of prompts, by its lines: the first few, and the number of the others.
+
+    wrong: what speaks against a prompt that can be read.
+    """
+    findings, empty = [], True
+    try:
+        for where, found in _rows(Path(path)):
+            empty = False
+            if isinstance(found, Finding):
+                findings.append(found)
+            elif (what := wrong(found)) is not None:
+                findings.append(Finding(where, what))
+    except DataError as error:
+        return list(error.findings)
+    if empty:
+        findings.append(Finding(str(path), "has no prompts", 'Write one a line, or rows of .jsonl with "prompt"'))
+    if len(findings) > SHOWN:
+        findings[SHOWN:] = [Finding(str(path), f"{counted(len(findings) - SHOWN, 'more line')} cannot be used")]
+    return findings
+
+
+def _rows(path: Path) -> Iterator[tuple[str, str | Finding]]:
+    """(file and line, its prompt or what is wrong with it) of every line that is not empty."""
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, 1):
@@ -46,22 +77,21 @@ def read_prompts(path: str | Path) -> Iterator[str]:
                 try:
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as error:
-                    raise DataError(findings=[Finding(where, f"byte {error.start} is not UTF-8")]) from None
+                    yield where, Finding(where, f"byte {error.start} is not UTF-8")
+                    continue
                 if line.strip():
-                    yield _prompt(line, where) if path.suffix == ".jsonl" else line
+                    yield where, _prompt(line, where) if path.suffix == ".jsonl" else line
     except OSError as error:
         raise DataError(findings=[Finding(str(path), f"cannot be read: {error.strerror}")]) from None
 
 
-def _prompt(line: str, where: str) -> str:
+def _prompt(line: str, where: str) -> str | Finding:
     try:
         row = json.loads(line)
-    except ValueError as error:
-        raise DataError(findings=[Finding(where, f"is not valid JSON: {error}")]) from None
+    except (ValueError, RecursionError) as error:
+        return Finding(where, f"is not valid JSON: {error}")
     text = row.get("prompt") if isinstance(row, dict) else None
-    if not isinstance(text, str) or not text:
-        raise DataError(findings=[Finding(where, 'has no text under "prompt"')])
-    return text
+    return text if isinstance(text, str) and text else Finding(where, 'has no text under "prompt"')
 
 
 def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams, ahead: int = AHEAD) -> Iterator[Completed]:
@@ -94,12 +124,18 @@ def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams, ahe
 
 def _request(reader: Prompts, index: int, text: str, params: SamplingParams) -> Request:
     try:
-        ids = reader.text(text)
-        reader.room(len(ids), params.max_tokens)
+        ids = _fitting(reader, text, params)
     except ApiError as error:
         raise DataError(findings=[Finding(f"prompt {index + 1}", str(error))]) from None
     seed = None if params.seed is None else (params.seed + index) % 2**63
     return Request(str(index), tuple(ids), replace(params, seed=seed))
+
+
+def _fitting(reader: Prompts, text: str, params: SamplingParams) -> list[int]:
+    """Tokens of a prompt. Raises ApiError where there is no room for it and its answer."""
+    ids = reader.text(text)
+    reader.room(len(ids), params.max_tokens)
+    return ids
 
 
 def _completed(index: int, prompt: str, outputs: list[Any]) -> Completed:
@@ -115,9 +151,22 @@ def answer_file(
 ) -> tuple[int, int]:
     """Write a JSON object a prompt of `source` to `target`: index, prompt, text, tokens, finish. (prompts, tokens made).
 
-    Raises DataError for a file that is there already, or cannot be written.
+    Raises DataError for a file that is there already, or cannot be written; for prompts that are wrong or do not fit, all of
+    them and before the file is made.
     """
     made = tokens = 0
+    reader = Prompts(engine.tokenizer, engine.max_len)
+
+    def wrong(text: str) -> str | None:
+        try:
+            _fitting(reader, text, params)
+        except ApiError as error:
+            return str(error)
+        return None
+
+    findings = check_prompts(source, wrong)
+    if findings:
+        raise DataError(findings=findings)
     try:
         with Path(target).open("x", encoding="utf-8") as file:
             for done in complete(engine, read_prompts(source), params, ahead):

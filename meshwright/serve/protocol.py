@@ -34,6 +34,9 @@ MAX_N = 16
 MAX_PROMPTS = 128
 """Most prompts, or inputs, of a request."""
 MAX_STOPS = 16
+TEXTS = f"a text, or a list of 1 to {MAX_PROMPTS} texts; none of them empty"
+TEXTS_OR_IDS = f"a text, a list of token ids, or a list of at most {MAX_PROMPTS} texts or such lists; none of them empty"
+STOPS = f"a text of 1 to 256 characters, or a list of at most {MAX_STOPS} of them"
 
 
 def _integer(value: Any) -> Any:
@@ -72,7 +75,7 @@ class Sampling(Strict):
     top_k: Whole | None = Field(None, description="0, the default: all.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Default 0.")
     n: Annotated[int, Field(ge=1, le=MAX_N), WHOLE] | None = Field(None, description="Answers to a prompt. Default 1.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = Field(None, description=STOPS)
     stop_token_ids: Annotated[list[Whole], Field(max_length=MAX_STOPS)] | None = None
     min_tokens: Whole | None = None
     ignore_eos: bool | None = None
@@ -94,7 +97,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    ) = Field(description=TEXTS_OR_IDS)
     max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1), WHOLE] | None = Field(None, description="Default 16.")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(
         None, description="Alternatives beside each token."
@@ -167,12 +170,8 @@ UNSUPPORTED = {
 }
 """Fields of OpenAI's API that are known and not supported, and why."""
 
-SHAPES = {
-    "prompt": "must be a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
-    "input": "must be a text, a list of texts, a list of token ids, or a list of such lists; none of them empty",
-    "stop": f"must be a text of 1 to 256 characters, or a list of at most {MAX_STOPS} of them",
-}
-"""What is said of a union's field, for which the checker has an error for each way that failed."""
+UNIONS = ("prompt", "input", "stop")
+"""Fields for which the checker has an error for each way that failed: their description is said instead."""
 
 
 class EmbeddingRequest(Strict):
@@ -182,7 +181,7 @@ class EmbeddingRequest(Strict):
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Ids
         | Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    ) = Field(description=TEXTS_OR_IDS)
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: little-endian fp32. Default float.")
     dimensions: None = None
     user: None = None
@@ -190,7 +189,7 @@ class EmbeddingRequest(Strict):
 
 class ClassifyRequest(Strict):
     model: Text | None = None
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+    input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)] = Field(description=TEXTS)
 
 
 class FillMaskRequest(Strict):

@@ -243,12 +243,31 @@ def test_every_finding_is_told_at_once_and_a_near_name_is_offered():
     run(story())
 
 
+def test_what_a_field_may_be_is_said_for_its_route():
+    """Mutation tried: one text for every "input", which offers token ids to a classifier and lists to fill-mask."""
+
+    async def story() -> None:
+        async with served() as here:
+
+            async def said(path: str, **body: Any) -> str:
+                return (await here.post(path, **body)).json()["error"]["message"]
+
+            assert "at most 128 texts" in await said(COMPLETE, prompt=["a"] * 129)
+            assert "at most 16" in await said(COMPLETE, prompt="a", stop=["a"] * 17)
+            assert "token ids" in await said("/v1/embeddings", input=[-1])
+            assert "token ids" not in (of_classes := await said("/v1/classify", input=[1])) and "128 texts" in of_classes
+            assert await said("/v1/fill-mask", input=["a"]) == "input should be a valid string"
+
+    run(story())
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [
         (b"{", "invalid_json"), (b"[1]", None), (b'{"prompt": "a", "max_tokens": 1e400}', "invalid_value"),
-        (b'{"prompt": "a", "temperature": NaN}', "invalid_value"), (b"", None), (b"[" * 100_000, None),
-        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", None), (b'{"prompt": "\xff"}', None), (b"null", None),
+        (b'{"prompt": "a", "temperature": NaN}', "invalid_value"), (b"", None), (b"[" * 100_000, "invalid_json"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "invalid_json"), (b'{"prompt": "\xff"}', "invalid_json"),
+        (b"null", None),
     ],
     ids=range(9),
 )  # fmt: skip

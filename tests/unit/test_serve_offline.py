@@ -14,7 +14,7 @@ from meshwright.serve import offline
 from meshwright.serve.engine import LLMEngine
 from meshwright.serve.fleet import Fleet
 from meshwright.serve.layout import Serving
-from meshwright.serve.offline import answer_file, complete, read_prompts, streamed
+from meshwright.serve.offline import answer_file, check_prompts, complete, read_prompts, streamed
 from meshwright.serve.sampling import SamplingParams
 from tests.unit.serve_fakes import FakeEngine
 
@@ -61,6 +61,20 @@ def test_prompts_of_a_file_that_cannot_be_read_are_named(tmp_path: Path):
         list(read_prompts(tmp_path / "none"))
 
 
+def test_everything_wrong_with_a_file_is_told_before_an_answer_file_is_made(tmp_path: Path):
+    """Mutations tried: the target opened first (it stays, and the mended file is refused); the first finding raised."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "a"}\n{"prompt": ""}\n\n' + json.dumps({"prompt": "x" * 70}) + "\n" + "[" * 100_000)
+    with pytest.raises(DataError) as refused:
+        answer_file(FakeEngine(), source, target, SamplingParams(max_tokens=2))
+    assert [finding.where for finding in refused.value.findings] == [f"{source}:{line}" for line in (2, 4, 5)]
+    assert "64 tokens" in refused.value.findings[1].what and not target.exists()
+    source.write_text("1\n" * 20)
+    assert len(found := check_prompts(source)) == 9 and "12 more lines" in found[-1].what
+    source.write_text("\n\n")
+    assert [finding.what for finding in check_prompts(source)] == ["has no prompts"]
+
+
 def test_ctrl_c_ends_an_answer_and_not_the_engine():
     engine = FakeEngine(ends=False)
 
@@ -84,7 +98,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     assert "2 prompts, 4 tokens in" in capsys.readouterr().err and len((tmp_path / "out").read_text().splitlines()) == 2
     assert main(["generate", "m", "--prompts", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 2
+    (tmp_path / "rows.jsonl").write_text("1\n")
+    files = ["--prompts", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "no" / "out")]
+    assert main(["generate", "m", *files, "--top-p", "7"]) == 2
     said = capsys.readouterr().err
+    assert "top_p: 7.0" in said and "no such folder" in said and "rows.jsonl:1: " in said
     assert "out: is there already" in said and "none: there is no such file" in said
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n\n{'x' * 80}\nyou\n"))
     assert main(["generate", "m", "--interactive", "--max-tokens", "3"]) == 0
@@ -100,3 +118,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     ):
         assert main(["generate", "m", *wrong]) == 2
         assert capsys.readouterr().err.startswith("meshwright generate: ")
+
+
+def test_a_skipped_checkpoint_is_no_part_of_an_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Mutation tried: `print` as the store's report, with which it stands before the text of `generate --prompt`."""
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "checkpoints" / "step-00000003").mkdir(parents=True)
+    assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
+    told = capsys.readouterr()
+    assert not told.out and "step-00000003: skipped" in told.err

@@ -188,7 +188,8 @@ class _Run:
         changed = sorted(key for key in wanted if present.identity.get(key) != wanted[key])
         if changed:
             what = f"holds a prepared corpus made from something else ({', '.join(changed)} differ)"
-            raise DataError(findings=[Finding(str(self.out), what, "Choose another folder, or replace this one with --overwrite")])
+            fix = "Choose another folder, or replace this one with --overwrite"
+            raise DataError(findings=[Finding(str(self.out), what, fix)])
         TokenStore.open(self.out)
         names = {JOURNAL, *COLUMNS} - {record.name for record in present.files()}
         for name in names:  # of a run that was killed between the manifest and its last lines

@@ -241,7 +241,7 @@ def test_a_finished_folder_is_left_alone(tmp_path: Path, tokenizer: Tokenizer) -
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     rows(tmp_path, {"text": "b"})
     os.utime(source.path, ns=(1, 1))
-    with pytest.raises(DataError, match=r"made from something else \(modified differ\)"):
+    with pytest.raises(DataError, match=r"made from something else \(modified differ\)\. .*--overwrite"):
         prepare([source], tmp_path / "out", tokenizer=tokenizer)
     with pytest.raises(DataError, match="on_bad_row"):
         prepare([source], tmp_path / "out", tokenizer=tokenizer, on_bad_row="skip")

@@ -188,12 +188,13 @@ class _Run:
         changed = sorted(key for key in wanted if present.identity.get(key) != wanted[key])
         if changed:
             what = f"holds a prepared corpus made from something else ({', '.join(changed)} differ)"
-            raise DataError(findings=[Finding(str(self.out), what, "Choose another folder, or overwrite this one")])
+            fix = "Choose another folder, or replace this one with --overwrite"
+            raise DataError(findings=[Finding(str(self.out), what, fix)])
         TokenStore.open(self.out)
         names = {JOURNAL, *COLUMNS} - {record.name for record in present.files()}
         for name in names:  # of a run that was killed between the manifest and its last lines
             (self.out / name).unlink(missing_ok=True)
-        self._tell(None, 0, "the folder already holds this corpus: nothing to do")
+        self._tell(None, 0, "the folder already holds this corpus: nothing to prepare")
         return present
 
     def _check_foreign(self) -> None:

@@ -86,6 +86,16 @@ def test_the_numbers_of_the_quickstart_are_those_of_its_result(page: Path):
     assert shown is not None and shown[1] == expected, f"the block should be:\n{expected}"
 
 
+@pytest.mark.parametrize("page", [ENGLISH, CHINESE], ids=["en", "zh"])
+def test_the_bytes_of_a_parameter_are_those_of_the_memory_model(page: Path):
+    """Mutation tried: 20 bytes in bf16, as if its gradients were kept in bf16 beside those in fp32."""
+    from meshwright.plan.memory import state_bytes
+    from meshwright.spec.layout import Layout
+
+    said = re.findall(r"(\d+) (?:bytes|字节|in fp32)", section(page, number_of("Models")))
+    assert [int(number) for number in said] == [state_bytes(1, precision, Layout()).total for precision in ("bf16", "fp32")]
+
+
 def every_command() -> list[Any]:
     found = dict.fromkeys((page.name, command) for page in PAGES for command in commands(page))
     return [pytest.param(command, id=f"{page}: {command}") for page, command in found]

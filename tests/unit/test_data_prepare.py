@@ -237,11 +237,11 @@ def test_a_finished_folder_is_left_alone(tmp_path: Path, tokenizer: Tokenizer) -
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     updates: list[Update] = []
     assert prepare([source], tmp_path / "out", tokenizer=tokenizer, progress=updates.append) == first
-    assert "nothing to do" in notes(updates)
+    assert "nothing to prepare" in notes(updates)
     assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")}
     rows(tmp_path, {"text": "b"})
     os.utime(source.path, ns=(1, 1))
-    with pytest.raises(DataError, match=r"made from something else \(modified differ\)"):
+    with pytest.raises(DataError, match=r"made from something else \(modified differ\)\. .*--overwrite"):
         prepare([source], tmp_path / "out", tokenizer=tokenizer)
     with pytest.raises(DataError, match="on_bad_row"):
         prepare([source], tmp_path / "out", tokenizer=tokenizer, on_bad_row="skip")
@@ -349,7 +349,7 @@ def test_a_kill_between_the_manifest_and_the_journal(files: Source, tokenizer: T
         (out / name).write_bytes(b"{}\n")
     updates: list[Update] = []
     prepare([files], out, tokenizer=tokenizer, progress=updates.append)
-    assert "nothing to do" in notes(updates)
+    assert "nothing to prepare" in notes(updates)
     assert contents(out) == before
 
 
@@ -519,7 +519,7 @@ def test_the_command_prints_a_summary(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(arguments) == 0
     output = capsys.readouterr()
     assert "2 documents" in output.out and "left out: 1 empty document and 0 bad rows" in output.out
-    assert "nothing to do" in output.err
+    assert "nothing to prepare" in output.err
     Manifest.read(tmp_path / "out")
 
 

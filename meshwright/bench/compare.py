@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ __all__ = ["compare", "load", "measures_of"]
 
 
 def load(path: Path) -> dict[str, Any]:
-    """results.json, or the folder with it. Raises UserError where it is neither."""
+    """results.json, or the folder with it. Raises UserError with everything for which it is neither."""
     file = path / "results.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -24,7 +26,55 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(findings=[Finding(str(file), f"is not JSON: {error}")]) from None
     if not isinstance(found, dict) or not isinstance(found.get("results"), list):
         raise UserError(findings=[Finding(str(file), "holds no results of a benchmark", "Give what --out named")])
+    if findings := [Finding(str(file), what, "Keep what --out wrote as it is") for what in _damage(found)]:
+        raise UserError(findings=findings)
     return found
+
+
+_ROW = {"workload": str, "gpus": int, "engine": str, "unit": str, "flops": float}
+_MEASURE = {"name": str, "value": float, "unit": str}
+_KNOWN = {"ranks": int, "spread": float, "seconds": float}
+"""Beside them, where they are there."""
+
+
+def _damage(found: dict[str, Any]) -> Iterator[str]:
+    """What tables, comparisons and the history read, and is not there or of another kind."""
+    if not isinstance(found.get("machine") or {}, dict):
+        yield "machine: is no object"
+    if not isinstance(found.get("measures", []), list):
+        yield "measures: is no list"
+        return
+    for key, fields in (("results", _ROW), ("measures", _MEASURE)):
+        for number, entry in enumerate(found.get(key, [])):
+            yield from (f"{key}.{number}{what}" for what in _damage_of(entry, fields))
+
+
+def _damage_of(entry: Any, fields: dict[str, type]) -> Iterator[str]:
+    if not isinstance(entry, dict):
+        yield ": is no object"
+        return
+    yield from (f".{name}: is no {_SAID[kind]}" for name, kind in fields.items() if not _is(entry.get(name), kind))
+    yield from (f".{name}: is no {_SAID[kind]}" for name, kind in _KNOWN.items() if not _is(entry.get(name, 1), kind))
+    figures = entry.get("figures")
+    if figures is None:
+        return
+    if not isinstance(figures, dict):
+        yield ".figures: is no object"
+        return
+    rate = f"{entry.get('unit')}_per_s"
+    if not _is(figures.get(rate), float) or figures[rate] <= 0:
+        yield f".figures.{rate}: is no rate"
+    yield from (f".figures.{name}: is no {_SAID[kind]}" for name, kind in _KNOWN.items() if not _is(figures.get(name, 1), kind))
+
+
+_SAID = {str: "text", int: "whole number above 0", float: "number"}
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is str:
+        return isinstance(value, str)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    return (whole and value > 0) if kind is int else whole or (isinstance(value, float) and math.isfinite(value))
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
@@ -41,10 +91,13 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> tuple[list[dict[st
             reason = first.reason if first.figures is None else second.reason
             rows.append({**row, "verdict": f"not measured: {reason}"})
         else:
+            rates = {"before": first.rate, "after": second.rate, "unit": first.unit}
+            if not all("spread" in figures for figures in (first.figures, second.figures)):  # entered by hand
+                rows.append({**row, **rates, "ratio": second.rate / first.rate, "verdict": "noise not known"})
+                continue
             against = ratio(second, first)
             change = against.value - 1
             verdict = "same" if abs(change) <= against.spread else ("faster" if change > 0 else "slower")
-            rates = {"before": first.rate, "after": second.rate, "unit": first.unit}
             rows.append({**row, **rates, "ratio": against.value, "noise": against.spread, "verdict": verdict})
     rows += _measured(before, after)
     return rows, _table(rows, before, after)
@@ -92,7 +145,7 @@ def _table(rows: list[dict[str, Any]], before: dict[str, Any], after: dict[str, 
             lines.append([row["workload"], row["engine"], str(row["gpus"]), NONE, NONE, NONE, row["verdict"]])
             continue
         rates = [_rate(row[side], row["unit"]) for side in ("before", "after")]
-        amount = f"{row['ratio']:.3f} ± {row['noise']:.3f}"
+        amount = f"{row['ratio']:.3f}" + ("" if row["noise"] is None else f" ± {row['noise']:.3f}")
         lines.append([row["workload"], row["engine"], str(row["gpus"]), *rates, amount, row["verdict"]])
     sides = [f"{side}: {_where(found)}" for side, found in (("before", before), ("after", after))]
     if _device(before) != _device(after):

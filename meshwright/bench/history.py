@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 
 from meshwright.bench.compare import load, measures_of
 from meshwright.bench.host.measures import shown
+from meshwright.bench.output import writing
 from meshwright.bench.serve_table import median_runs
 from meshwright.bench.table import NONE, OURS, Result, piped
 from meshwright.errors import Finding, UserError
@@ -121,7 +122,8 @@ def write_history(path: Path, found: Sequence[Point]) -> None:
         parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
     table = html.escape(history_table(found))
     page = f"<meta charset='utf-8'><title>history</title><style>{_STYLE}</style><pre>{table}</pre>{''.join(parts)}"
-    path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")
 
 
 def _series(found: Sequence[Point]) -> dict[tuple[Any, ...], list[Point]]:

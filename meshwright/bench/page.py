@@ -9,6 +9,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from meshwright.bench.host.measures import Measure
+from meshwright.bench.output import writing
 from meshwright.bench.table import Result, combined
 
 __all__ = ["write_measures", "write_page"]
@@ -41,7 +42,8 @@ def write_measures(path: Path, table: str, measures: Sequence[Measure]) -> None:
 def _write(path: Path, table: str, parts: Sequence[str]) -> None:
     body = "".join(parts) or "<p>Nothing gave a result.</p>"
     page = f"<meta charset='utf-8'><title>benchmark</title><style>{_STYLE}</style><pre>{html.escape(table)}</pre>{body}"
-    path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")
+    with writing(path):
+        path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")
 
 
 def _figures(workload: str, results: Sequence[Result]) -> list[go.Figure]:

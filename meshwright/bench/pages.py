@@ -25,14 +25,16 @@ from typing import Any
 from meshwright.bench.compare import load, measures_of
 from meshwright.bench.history import results_of
 from meshwright.bench.host.measures import Measure, shown
+from meshwright.bench.output import write_whole
 from meshwright.bench.table import NONE, OURS, Result, limits_of, piped, ratio, scaling
 from meshwright.errors import Finding, UserError
 
 __all__ = ["BLOCK", "COLUMNS", "MEASURED", "filled", "table_of"]
 
 BLOCK = re.compile(
-    r"(<!-- rows of (?P<file>[^:]+):\s(?P<columns>[^>]+) -->\n)(?P<table>.*?)(\n<!-- end of rows -->)", re.DOTALL
+    r"(<!-- rows of (?P<file>[^:]+):\s(?P<columns>[^>]+) -->\n)(?P<table>.*?)(\n?<!-- end of rows -->)", re.DOTALL
 )
+OPENED, CLOSED = "<!-- rows of ", "<!-- end of rows -->"
 
 
 @dataclass(frozen=True)
@@ -148,12 +150,18 @@ def table_of(data: dict[str, Any], columns: list[str]) -> list[str]:
 
 
 def filled(text: str, folder: Path) -> str:
-    """The document with its tables as the files have them. folder: that of the document. Raises UserError."""
+    """The document with its tables as the files have them. folder: that of the document. Raises UserError, also for a comment
+    without the other one: what stands behind it would be taken for its table."""
+    whole = len(BLOCK.findall(text))
+    for comment in (OPENED, CLOSED):
+        if (count := text.count(comment)) != whole:
+            what = f"{comment.rstrip()!r} stands there {count} times, and {whole} tables have both comments"
+            raise UserError(findings=[Finding("document", what, f"{OPENED}FILE: COLUMNS --> and {CLOSED}, each a line")])
 
     def block(found: re.Match[str]) -> str:
         columns = [name.strip() for name in found["columns"].split(",")]
         table = "\n".join(table_of(load(folder / found["file"]), columns))
-        return f"{found[1]}\n{table}\n{found[5]}"
+        return f"{found[1]}\n{table}\n\n{CLOSED}"
 
     return BLOCK.sub(block, text)
 
@@ -163,15 +171,27 @@ def main() -> int:
     parser.add_argument("document", type=Path)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    before = args.document.read_text(encoding="utf-8")
     try:
-        after = filled(before, args.document.parent)
+        return _fill(args.document, args.check)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    if args.check:
-        return int(before != after)
-    args.document.write_text(after, encoding="utf-8")
+
+
+def _fill(document: Path, check: bool) -> int:
+    try:
+        before = document.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(findings=[Finding(str(document), f"cannot be read: {error.strerror}")]) from None
+    except UnicodeDecodeError as error:
+        raise UserError(findings=[Finding(str(document), f"is no UTF-8: {error.reason} at byte {error.start}")]) from None
+    after = filled(before, document.parent)
+    if before == after:
+        return 0
+    if check:
+        print(f"{document}: tables are not what their files give; run it without --check", file=sys.stderr)
+        return 1
+    write_whole(document, after)
     return 0
 
 

@@ -7,16 +7,20 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from meshwright.bench.output import open_folder, write_whole, writing
 from meshwright.bench.provenance import provenance
 from meshwright.bench.strategies import Strategy, strategy_lines
 from meshwright.bench.table import Result, combined, head, limits_of, markdown, notes, piped, scaling_lines
@@ -87,10 +91,10 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
     check(settings)
     outcome = Outcome(settings)
     until = time.monotonic() + settings.budget
+    if settings.out is not None:
+        open_folder(settings.out)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
         shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
-        if settings.out is not None:
-            settings.out.mkdir(parents=True, exist_ok=True)
         look(settings, outcome, shell, say)
         if settings.out is not None:
             save(outcome, settings.out)
@@ -143,8 +147,8 @@ def look(settings: Settings, outcome: Outcome, shell: Shell, say: Callable[[str]
 
 
 def save(outcome: Outcome, out: Path) -> None:
-    (out / "results.json").write_text(json.dumps(outcome.as_dict(), indent=1) + "\n", encoding="utf-8")
-    (out / "results.md").write_text(outcome.table(), encoding="utf-8")
+    write_whole(out / "results.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
+    write_whole(out / "results.md", outcome.table())
 
 
 def measure(task: Task, timeout: float, shell: Shell) -> Result:
@@ -192,10 +196,9 @@ class Shell:
         """Exit code (None: ended after `timeout` seconds) and all that was printed."""
         output = self.work / "output.txt"
         start = time.monotonic()
-        with open(output, "wb") as sink:
-            process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment()
-            )
+        tied = [sys.executable, "-m", "meshwright.bench.tied", str(os.getpid()), *command]
+        with _ending(), open(output, "wb") as sink:
+            process = subprocess.Popen(tied, stdout=sink, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment())
             try:
                 code: int | None = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -204,9 +207,28 @@ class Shell:
                 end(process)
         text = output.read_text(encoding="utf-8", errors="replace")
         if self.log is not None:
-            with open(self.log, "a", encoding="utf-8") as file:
+            with writing(self.log), open(self.log, "a", encoding="utf-8") as file:
                 file.write(f"$ {' '.join(command)}\n{text}\n[exit code {code}, {time.monotonic() - start:.1f} s]\n\n")
         return code, text
+
+
+@contextlib.contextmanager
+def _ending() -> Iterator[None]:
+    """Meanwhile a signal that ends this process ends it as an error would, which leaves no subprocess and no folder behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.bench.output import open_folder, write_whole
 from meshwright.bench.peers import Peer, missing
 from meshwright.bench.provenance import provenance
 from meshwright.bench.runner import SHORTEST, Shell, failure_of, free_port, last_record, present, records
 from meshwright.bench.serve_table import serve_table
+from meshwright.bench.serve_work import shape_of
 from meshwright.bench.table import OURS, Result
 from meshwright.config.recipes import recipes
 from meshwright.errors import Finding, UserError
@@ -130,6 +132,13 @@ def check(settings: ServeSettings) -> None:
     for axis, size in settings.spread:
         if size < 2:
             findings.append(Finding(f"--{axis}", f"{size} is one device, whose rows are there anyway", "Give 2 or more"))
+    for work in settings.works:
+        shape, tokens = shape_of(work.recipe, settings.smoke), work.prompt + work.answer
+        if shape.arch != "decoder":
+            findings.append(Finding("--rows", f"{work.recipe} is an {shape.arch}, which writes no answers", "Name a decoder"))
+        elif tokens > shape.max_len:
+            what = f"{work.recipe} has {shape.max_len} positions, and prompt and answer are {tokens} tokens"
+            findings.append(Finding("--rows", what, "Give fewer"))
     if findings:
         raise UserError(findings=findings)
 
@@ -162,7 +171,7 @@ def run(settings: ServeSettings, say: Callable[[str], None] = print) -> ServeOut
     outcome = ServeOutcome(settings)
     until = time.monotonic() + settings.budget
     if settings.out is not None:
-        settings.out.mkdir(parents=True, exist_ok=True)
+        open_folder(settings.out)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
         shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
         _, text = shell.execute([sys.executable, "-m", "meshwright.bench.ceilings", "--describe"], settings.timeout)
@@ -214,5 +223,5 @@ def measure(task: ServeTask, smoke: bool, timeout: float, shell: Shell) -> Resul
 
 
 def save(outcome: ServeOutcome, out: Path) -> None:
-    (out / "results.json").write_text(json.dumps(outcome.as_dict(), indent=1) + "\n", encoding="utf-8")
-    (out / "results.md").write_text(outcome.table(), encoding="utf-8")
+    write_whole(out / "results.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
+    write_whole(out / "results.md", outcome.table())

@@ -75,13 +75,24 @@ class _Tokens:
     """Of a .npy file or a prepared corpus, memory-mapped."""
 
     def __init__(self, path: str):
-        self._held: TokenStore | np.ndarray = TokenStore.open(path) if Path(path).is_dir() else np.load(path, mmap_mode="r")
+        held: object = TokenStore.open(path) if Path(path).is_dir() else np.load(path, mmap_mode="r")
+        if isinstance(held, TokenStore):
+            self._held: TokenStore | np.ndarray = held
+        elif isinstance(held, np.ndarray) and held.ndim == 1 and held.dtype.kind in "iu":
+            self._held = held
+        else:
+            what = f"{held.ndim}-D, {held.dtype}" if isinstance(held, np.ndarray) else "no array"
+            raise ValueError(f"it is {what}, and tokens are a 1-D array of whole numbers")
 
     def __len__(self) -> int:
         return self._held.tokens if isinstance(self._held, TokenStore) else len(self._held)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self._held.read(start, stop) if isinstance(self._held, TokenStore) else self._held[start:stop]
+
+    @property
+    def least(self) -> int:
+        return 0 if isinstance(self._held, TokenStore) else int(self._held.min())
 
     @property
     def vocab(self) -> int:
@@ -96,12 +107,12 @@ def token_findings(path: str, workloads: Mapping[str, tuple[int, int]]) -> list[
         return [Finding("--tokens", f"{path} is not there", fix)]
     try:
         tokens = _Tokens(path)
-        length, vocab = len(tokens), tokens.vocab
+        length, vocab, least = len(tokens), tokens.vocab, tokens.least
     except UserError as error:
         return list(error.findings)
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, EOFError, ValueError) as error:
         return [Finding("--tokens", f"{path} cannot be read: {error}", fix)]
-    found = []
+    found = [Finding("--tokens", f"{path} has the token {least}", fix)] if least < 0 else []
     for name, (seq_len, size) in workloads.items():
         if vocab > size:
             found.append(Finding("--tokens", f"{path} has tokens up to {vocab - 1}, and {name} knows {size}", "Use other text"))

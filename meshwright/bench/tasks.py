@@ -82,7 +82,7 @@ def check(settings: Settings) -> None:
                 Finding("--order", f"{part!r} is unknown or there twice", f"Of {', '.join(ORDER)}, each at most once")
             )
     if any(count < 1 for count in settings.gpus):
-        findings.append(Finding("--gpus", f"{min(settings.gpus)} is no number of devices", "For example --gpus 1,2"))
+        findings.append(Finding("--devices", f"{min(settings.gpus)} is no number of devices", "For example --devices 1,2"))
     if settings.tokens is not None:
         known = {name: WORKLOADS[name] for name in settings.workloads if name in WORKLOADS}
         findings += token_findings(settings.tokens, {name: (w.seq_len, w.model["vocab"]) for name, w in known.items()})

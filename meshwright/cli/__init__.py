@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -26,6 +27,10 @@ COMMANDS = {
     "devices": "What this machine has.",
     "doctor": "Check this machine and say what to mend.",
 }
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""What a disk says that takes nothing more, wherever in a command that is met."""
 
 
 def _usage() -> str:
@@ -100,3 +105,9 @@ def _run(name: str, args: list[str]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away; Python would complain at exit
         return 0
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"meshwright {name}: {where}{error.strerror}. Free space, or name another folder", file=sys.stderr)
+        return 2

@@ -60,23 +60,24 @@ def register(app: typer.Typer) -> None:
         from meshwright.bench.strategies import parse_micro
         from meshwright.bench.tasks import SUITES, Settings
 
+        _refuse_unknown(suite, results or [])
+        _refuse_unused(context, suite)
+        _refuse_seconds({"--timeout": timeout, "--budget": budget})
         if suite == "compare":
             return _compare(results or [], json)
         if suite == "history":
             return _history(results or [], out, json)
-        _refuse_unknown(suite, results or [])
-        _refuse_unused(context, suite)
         if suite == "serving":
             return _serving(
                 serve_settings(rows, peers, {"tp": tp, "pp": pp, "dp": dp}, repeat, smoke, timeout, budget, out), json
             )
-        gpus = _counts(devices) if devices else _here()
+        gpus = _counts(devices) if devices is not None else _here()
         if suite in HOST_SUITES:
             return _host(HostSettings(suite, gpus, repeat or 5, timeout, out), json)
         settings = Settings(
-            workloads=tuple(workloads.split(",")) if workloads else SUITES[suite],
+            workloads=tuple(workloads.split(",")) if workloads is not None else SUITES[suite],
             suite=suite,
-            peers=peers or ("auto" if suite == "engines" else "none"),
+            peers=peers if peers is not None else ("auto" if suite == "engines" else "none"),
             gpus=gpus,
             micro=tuple(parse_micro(micro).items()),
             repeat=repeat or 1,
@@ -87,13 +88,24 @@ def register(app: typer.Typer) -> None:
             order=tuple(order.split(",")),
             out=out,
             timeout=timeout,
-            budget=budget or float("inf"),
+            budget=budget if budget is not None else float("inf"),
         )
         return _measure(settings, json)
 
 
 OF_ALL = {"suite", "repeat", "timeout", "out", "json"}
-OF_SERVING = {"rows", "tp", "pp", "dp", "smoke"}
+OF_ENGINES = OF_ALL | {"workloads", "devices", "steps", "warm", "tokens", "until", "order", "budget"}
+TAKEN = {
+    "engines": OF_ENGINES | {"peers"},
+    "strategies": OF_ENGINES | {"peers", "micro"},
+    "scaling": OF_ENGINES,
+    "ceilings": OF_ALL | {"workloads"},
+    "serving": OF_ALL | {"rows", "tp", "pp", "dp", "smoke", "peers", "budget"},
+    "data": OF_ALL,
+    "compare": {"suite", "results", "json"},
+    "history": {"suite", "results", "out", "json"},
+}
+"""Options that a suite reads; the others of the host's side have the number of devices beside what all have."""
 
 
 def _refuse_unknown(suite: str, results: list[Path]) -> None:
@@ -101,37 +113,40 @@ def _refuse_unknown(suite: str, results: list[Path]) -> None:
     from meshwright.bench.tasks import SUITES
     from meshwright.errors import Finding, UserError
 
-    known = [*SUITES, "serving", *HOST_SUITES]
+    known = [*SUITES, "serving", *HOST_SUITES, "compare", "history"]
     if suite not in known:
-        what = ", ".join([*known, "compare", "history"])
-        raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {what}")])
-    if results:
+        raise UserError(findings=[Finding("SUITE", f"{suite!r} is unknown", f"Known: {', '.join(known)}")])
+    if results and suite not in ("compare", "history"):
         raise UserError(findings=[Finding("bench", f"{results[0]}: only compare and history take results")])
 
 
 def _counts(devices: str) -> tuple[int, ...]:
     from meshwright.errors import Finding, UserError
 
-    try:
-        return tuple(int(part) for part in devices.split(","))
-    except ValueError:
-        raise UserError(findings=[Finding("--devices", f"{devices} is no list of numbers", "For example 1,2")]) from None
+    parts = devices.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise UserError(findings=[Finding("--devices", f"{devices!r} is no list of numbers from 1", "For example 1,2")])
+    return tuple(map(int, parts))
 
 
 def _refuse_unused(context: typer.Context, suite: str) -> None:
     """Options that mean nothing to a suite are a mistake, as a wrong number would be."""
-    from meshwright.bench.tasks import SUITES
     from meshwright.errors import Finding, UserError
 
-    taken = OF_ALL | ({"devices"} if suite != "data" else set())
-    if suite == "serving":
-        taken = OF_ALL | OF_SERVING | {"peers", "budget"}
-    elif suite in SUITES:
-        taken = set(context.params) - OF_SERVING
+    taken = TAKEN.get(suite, OF_ALL | {"devices"}) | {"results"}
     given = [name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
     findings = [Finding(f"--{name}", f"has no effect on bench {suite}", "Leave it out") for name in given if name not in taken]
     if findings:
         raise UserError(findings=findings)
+
+
+def _refuse_seconds(given: dict[str, float | None]) -> None:
+    from meshwright.errors import Finding, UserError
+
+    wrong = {name: value for name, value in given.items() if value is not None and not value > 0}  # NaN is none either
+    if wrong:
+        fix = "Give more than 0"
+        raise UserError(findings=[Finding(name, f"{value:g} is no number of seconds", fix) for name, value in wrong.items()])
 
 
 def _here() -> tuple[int, ...]:
@@ -182,13 +197,13 @@ def serve_settings(
     from meshwright.bench.serve_suite import DEFAULT, PEER, SMOKE, ServeSettings, parse_rows
 
     return ServeSettings(
-        works=parse_rows(rows) if rows else (SMOKE if smoke else DEFAULT),
-        peers=PEER.name if peers in (None, "auto") else peers or "none",
+        works=parse_rows(rows) if rows is not None else (SMOKE if smoke else DEFAULT),
+        peers=PEER.name if peers is None or peers == "auto" else peers,
         spread=tuple((axis, size) for axis, size in spread.items() if size is not None),
         repeat=repeat or 2,
         smoke=smoke,
         timeout=timeout,
-        budget=budget or float("inf"),
+        budget=budget if budget is not None else float("inf"),
         out=out,
     )
 

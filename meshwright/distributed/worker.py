@@ -42,8 +42,8 @@ _FOLLOWING = re.compile(
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-def tie_to_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process the moment its parent dies, however the parent dies (Linux; elsewhere nothing).
+def tie_to_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Have the kernel send a signal to this process the moment its parent dies, however that dies (Linux; elsewhere nothing).
 
     parent: the parent's process id as the parent knew it. If this process has another parent by now, it ends at once: the
     parent died before the kernel was asked.
@@ -51,9 +51,9 @@ def tie_to_parent(parent: int | None = None) -> None:
     if sys.platform != "linux":
         return
     before = os.getppid() if parent is None else parent
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != before:
-        os._exit(128 + signal.SIGKILL)
+        os._exit(128 + number)
 
 
 def follows(message: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,7 +117,8 @@ def prepare_corpus(
         except OSError as error:
             what = f"{path} cannot be made: {error.strerror}"
             raise DeviceError(findings=[Finding(where, what, "Choose a folder that can be written")]) from None
-    tokenizer, tokenizer_path = _tokenizer(config, base, say)
+    with _room(base):
+        tokenizer, tokenizer_path = _tokenizer(config, base, say)
 
     def store(kind: str, number: int, source: Source) -> Path:
         nonlocal label_names
@@ -145,8 +146,23 @@ def prepare_corpus(
     train = tuple(store("train", i, source) for i, source in enumerate(config.data.train))
     valid = tuple(store("valid", i, source) for i, source in enumerate(config.data.valid))
     corpus = Corpus(train, valid, tokenizer_path.absolute())
-    corpus.save(folder)
+    with _room(folder):
+        corpus.save(folder)
     return corpus
+
+
+@contextlib.contextmanager
+def _room(folder: Path) -> Iterator[None]:
+    """Around what writes into `folder`. Raises DeviceError where the disk takes nothing more."""
+    from meshwright.data.prepare import FULL
+
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        fix = "Free space, or name another folder"
+        raise DeviceError(findings=[Finding(str(folder), f"cannot be written: {error.strerror}", fix)]) from None
 
 
 def _prepared(source: Source) -> Path | None:

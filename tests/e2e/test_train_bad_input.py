@@ -225,6 +225,21 @@ def test_a_disk_that_fills_up_costs_no_checkpoint(ranks, small_disk, tmp_path, a
     e2e.assert_same(run, tmp_path / "whole")
 
 
+def test_a_disk_that_takes_no_tokenizer_and_no_note_of_the_corpus_is_named(refused, tmp_path, monkeypatch):
+    # Red, with a traceback and a folder that stays, without `_room` around either.
+    def full(path, text, **more):
+        if path.name in ("tokenizer.json", "corpus.json"):
+            raise OSError(28, "No space left on device")
+        return write(path, text, **more)
+
+    write, cache = Path.write_text, tmp_path / "cache"
+    (tmp_path / "text.txt").write_text("some words " * 400)
+    monkeypatch.setattr(Path, "write_text", full)
+    refused(says=[f"{tmp_path / 'run' / 'data'}: cannot be written: No space left on device"])
+    text = [f"--data.train.0.path={tmp_path / 'text.txt'}", "--data.tokenizer.vocab=300"]
+    refused(*text, f"--data.cache={cache}", says=[f"{cache}: cannot be written: No space left on device"])
+
+
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(small_disk, tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", model={"vocab": 20000})
     said = e2e.train(config, small_disk / "run").wait(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -369,6 +370,28 @@ def test_time_out_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pid = int(text.strip())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     assert "[exit code None" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_a_benchmark_that_is_ended_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    # Red without `_ending` for the folder after SIGTERM, without `tied` for the process after SIGKILL.
+    engine = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + '.'); time.sleep(60)"
+    program = (
+        "import sys, tempfile; from pathlib import Path; from meshwright.bench.runner import Shell\n"
+        f"with tempfile.TemporaryDirectory(dir={str(tmp_path)!r}, prefix='work-') as work:\n"
+        f"    Shell(Path(work), None).execute([sys.executable, '-IS', '-c', {engine!r}], 60.0)\n"
+    )
+    benchmark = subprocess.Popen([sys.executable, "-c", program])
+    until = time.monotonic() + 60
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text().endswith("."):
+        assert benchmark.poll() is None and time.monotonic() < until
+        time.sleep(0.02)
+    started = psutil.Process(int((tmp_path / "pid").read_text()[:-1]))
+    benchmark.send_signal(number)
+    assert benchmark.wait(30) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    _, alive = psutil.wait_procs([started], timeout=10)
+    assert not alive
+    assert bool(list(tmp_path.glob("work-*"))) == (number == signal.SIGKILL)
 
 
 def test_failed_engine_is_a_row_and_the_budget_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from meshwright.bench import pages
+from meshwright.bench.compare import compare, load
 from meshwright.bench.history import history_table, points, read_folder, write_history
+from meshwright.bench.output import open_folder, write_whole
 from meshwright.bench.pages import BLOCK, filled, table_of
 from meshwright.errors import UserError
 
@@ -86,3 +89,84 @@ def test_what_is_no_result_is_named_with_all_others(tmp_path: Path) -> None:
     assert "one.json" in str(caught.value) and "two.json" in str(caught.value) and "has no date" in str(caught.value)
     with pytest.raises(UserError, match="holds no JSON file"):
         read_folder(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"results": [1]}, ["results.0: is no object"]),
+        (
+            {"results": [{}]},
+            ["results.0.workload: is no text", "results.0.gpus: is no whole number", "results.0.flops"],
+        ),
+        ({"results": [{**entry("x", 1, 1.0), "gpus": True}]}, ["results.0.gpus: is no whole"]),
+        ({"results": [{**entry("x", 1, 1.0), "figures": 3}]}, ["results.0.figures: is no object"]),
+        ({"results": [entry("x", 1, 0.0)]}, ["results.0.figures.tokens_per_s: is no rate"]),
+        ({"results": [entry("x", 1, float("nan"))]}, ["results.0.figures.tokens_per_s: is no rate"]),
+        ({"results": [entry("x", 1, 1.0, spread="wide")]}, ["results.0.figures.spread: is no number"]),
+        ({"results": [], "measures": 3}, ["measures: is no list"]),
+        ({"results": [], "measures": [{"name": "x", "unit": "s", "ranks": 0}]}, ["measures.0.value", "measures.0.ranks"]),
+        ({"results": [], "machine": [1]}, ["machine: is no object"]),
+    ],
+)
+def test_a_damaged_file_is_named_with_every_place(part: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    # Red, with a traceback, for each kind that `_damage` leaves out.
+    file = tmp_path / "kept.json"
+    file.write_text(json.dumps({"date": "2026-11-01", **part}))
+    with pytest.raises(UserError) as caught:
+        load(file)
+    assert all(f"{file}: {word}" in str(caught.value) for word in words)
+
+
+def test_what_was_entered_by_hand_is_compared_without_noise() -> None:
+    old, new = ({"results": [entry("ours", 1, rate)]} for rate in (100.0, 150.0))
+    for side in (old, new):
+        del side["results"][0]["figures"]["spread"]
+    rows, table = compare(old, new)
+    assert rows[0]["verdict"] == "noise not known" and rows[0]["ratio"] == 1.5 and "| 1.500 |" in table
+
+
+def test_text_between_a_comment_and_the_next_table_stays(tmp_path: Path) -> None:
+    # Red without the count of comments: the first one reached to the end of the second table, and prose was replaced.
+    keep(tmp_path, "kept", "2026-11-01", entry("ours", 1, 100.0))
+    table = "<!-- rows of kept.json: engine -->\n<!-- end of rows -->\n"
+    assert filled(table, tmp_path) == filled(filled(table, tmp_path), tmp_path) and "| ours " in filled(table, tmp_path)
+    for text in (f"<!-- rows of kept.json: engine -->\n\nprose\n\n{table}", f"{table}\n<!-- end of rows -->\n"):
+        with pytest.raises(UserError, match="2 times, and 1 tables have both"):
+            filled(text, tmp_path)
+
+
+def test_a_document_that_cannot_be_filled_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bytes.md").write_bytes(b"\xff")
+    (tmp_path / "old.md").write_text("<!-- rows of kept.json: engine -->\nold\n<!-- end of rows -->\n")
+    keep(tmp_path, "kept", "2026-11-01", entry("ours", 1, 100.0))
+    for arguments, code, words in (
+        (["gone.md"], 2, "gone.md: cannot be read"),
+        (["bytes.md"], 2, "bytes.md: is no UTF-8"),
+        (["old.md", "--check"], 1, "old.md: tables are not what their files give"),
+        (["old.md"], 0, ""),
+        (["old.md", "--check"], 0, ""),
+    ):
+        monkeypatch.setattr("sys.argv", ["pages", str(tmp_path / arguments[0]), *arguments[1:]])
+        assert pages.main() == code
+        assert words in capsys.readouterr().err
+
+
+def test_where_results_cannot_be_written_is_said_before_they_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Red when a file is emptied before it is written anew.
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(UserError, match="cannot be written: Not a directory"):
+        open_folder(tmp_path / "file" / "out")
+    open_folder(tmp_path / "out")
+    assert not list((tmp_path / "out").iterdir())
+
+    def full(path: Path, text: str, encoding: str) -> None:
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match="file: cannot be written: No space left"):
+        write_whole(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 2

@@ -21,6 +21,7 @@ from meshwright.bench.host.runner import HostOutcome, HostSettings, commands
 from meshwright.bench.host.startup import PARTS, Start
 from meshwright.bench.page import write_measures
 from meshwright.bench.runner import records
+from meshwright.cli import main
 from meshwright.data.loader import Loader
 from meshwright.data.shards import TokenStore
 
@@ -186,6 +187,26 @@ def test_options_without_an_effect_are_refused_together() -> None:
     for name in ("workloads", "peers", "devices"):
         assert f"--{name}: has no effect on bench data" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serving", "--timeout", "nan", "--budget", "0"), ("--timeout: nan is no number of", "--budget: 0 is no number of")),
+        (("startup", "--devices", "0"), ("--devices: '0' is no list of numbers from 1",)),
+        (("engines", "--workloads", "", "--peers", ""), ("--workloads: '' is unknown", "--peers: '' is unknown")),
+        (("engines", "--micro", "ddp=4", "--smoke"), ("--micro: has no effect on bench engines", "--smoke: has no effect")),
+        (("ceilings", "--peers", "ddp"), ("--peers: has no effect on bench ceilings",)),
+        (("compare", "a", "b", "--out", "c"), ("--out: has no effect on bench compare",)),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(
+    arguments: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Red without `_refuse_seconds` (--budget 0 was no limit), with `if workloads` for `is not None`.
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words)
 
 
 def test_unknown_suite_names_the_known_ones() -> None:

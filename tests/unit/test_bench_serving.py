@@ -60,6 +60,16 @@ def test_rows_are_parsed_and_all_mistakes_named() -> None:
     assert "--tp" in str(caught.value)
 
 
+def test_a_row_that_no_engine_can_answer_is_refused() -> None:
+    works = parse_rows("bert-base:1:8:8,llama-1b:1:500:12,llama-1b:1:500:13")
+    with pytest.raises(UserError) as caught:
+        check(ServeSettings(works, smoke=True))
+    assert [finding.what for finding in caught.value.findings] == [
+        "bert-base is an encoder, which writes no answers",
+        "llama-1b has 512 positions, and prompt and answer are 513 tokens",
+    ]
+
+
 def test_what_runs_when() -> None:
     one = Work("llama-1b", 1, 128, 256)
     settings = ServeSettings((one, WORK), spread=(("tp", 2), ("pp", 2), ("dp", 4)))

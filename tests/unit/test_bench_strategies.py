@@ -166,10 +166,24 @@ def test_rows_of_real_text(tmp_path):
 def test_tokens_that_cannot_be_used_are_named(tmp_path):
     np.save(tmp_path / "text.npy", np.array([1, 2, 600]))
     (tmp_path / "text.txt").write_text("no numbers")
+    (tmp_path / "empty.npy").write_bytes(b"")
+    np.savez(tmp_path / "several.npz", a=np.arange(100))
+    (tmp_path / "several.npz").rename(tmp_path / "several.npy")
+    for name, array in (
+        ("below", np.arange(-1, 99)),
+        ("floats", np.arange(100.0)),
+        ("table", np.ones((100, 2), dtype=int)),
+    ):
+        np.save(tmp_path / f"{name}.npy", array)
     for tokens, words in (
         ("text.npy", ("tokens up to 600, and smoke-encoder knows 512", "has 3 tokens, and a row of smoke-encoder needs 65")),
         ("text.txt", ("cannot be read",)),
         ("gone.npy", ("is not there",)),
+        ("empty.npy", ("cannot be read",)),  # an EOFError, which the command line took for Ctrl-C
+        ("several.npy", ("it is no array",)),
+        ("below.npy", ("has the token -1",)),
+        ("floats.npy", ("it is 1-D, float64",)),
+        ("table.npy", ("it is 2-D, int64",)),
         (".", ("manifest",)),
     ):
         with pytest.raises(UserError) as caught:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,17 @@ def test_a_warm_up_longer_than_the_epochs_is_told(tmp_path: Path, capsys):
     assert "train.schedule.warmup: 50 steps are more than the" in capsys.readouterr().out
     assert main(["train", str(config), "--dry-run", "--nproc", "1", "--run.device=cpu", "--train.schedule.warmup=1"]) == 0
     assert "train.schedule.warmup: 1" not in capsys.readouterr().out
+
+
+def test_a_disk_that_takes_nothing_more_is_the_users_to_mend(capsys, monkeypatch):
+    # Red, with a traceback, without NO_ROOM; any other error of the system is shown whole.
+    def read(folder: Path) -> None:
+        raise OSError(number, os.strerror(number), "kept.json")
+
+    monkeypatch.setattr("meshwright.bench.history.read_folder", read)
+    number = errno.EROFS
+    assert main(["bench", "history", "folder"]) == 2
+    assert capsys.readouterr().err.startswith("meshwright bench: kept.json: Read-only file system. Free space")
+    number = errno.EIO
+    with pytest.raises(OSError, match="Input/output"):
+        main(["bench", "history", "folder"])

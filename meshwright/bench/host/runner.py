@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.bench.host.measures import Measure, lines, measures_in
+from meshwright.bench.output import open_folder, write_whole
 from meshwright.bench.provenance import provenance
 from meshwright.bench.runner import Shell, failure_of, free_port, records
 
@@ -76,7 +77,7 @@ def run(settings: HostSettings, say: Callable[[str], None] = print) -> HostOutco
     """Measure; every figure is said as it comes. A subprocess that fails leaves its reason."""
     outcome = HostOutcome(settings)
     if settings.out is not None:
-        settings.out.mkdir(parents=True, exist_ok=True)
+        open_folder(settings.out)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
         shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
         _, text = shell.execute([sys.executable, "-m", "meshwright.bench.ceilings", "--describe"], settings.timeout)
@@ -90,8 +91,8 @@ def run(settings: HostSettings, say: Callable[[str], None] = print) -> HostOutco
             if code != 0:
                 outcome.failures.append(f"{name}: {failure_of(code, text, settings.timeout)}")
     if settings.out is not None:
-        (settings.out / "results.json").write_text(json.dumps(outcome.as_dict(), indent=1) + "\n", encoding="utf-8")
-        (settings.out / "results.md").write_text(outcome.table(), encoding="utf-8")
+        write_whole(settings.out / "results.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
+        write_whole(settings.out / "results.md", outcome.table())
     return outcome
 
 

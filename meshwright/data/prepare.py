@@ -32,7 +32,7 @@ from meshwright.errors import DataError, DeviceError, Finding, counted
 if TYPE_CHECKING:
     from meshwright.config.schema import Source
 
-__all__ = ["Update", "prepare"]
+__all__ = ["OtherCorpus", "Update", "prepare"]
 
 SHARD_BYTES = 1 << 30
 CHUNK_PIECES = 4096
@@ -53,6 +53,10 @@ class Update:
     skipped: int
     seconds: float
     note: str = ""
+
+
+class OtherCorpus(DataError):
+    """A folder holds a finished corpus that was made from something else, and may not be overwritten."""
 
 
 def prepare(
@@ -79,8 +83,8 @@ def prepare(
     overwrite    replace a finished corpus in `out` that was made from something else
 
     A folder that already holds exactly this corpus is left as it is; an unfinished one is gone on with after its finished
-    chunks were checked, or begun again when inputs or settings have changed. Raises DataError (bad input, with file and
-    line), DeviceError (no space, a folder that cannot be written); what was finished is kept for the next try.
+    chunks were checked, or begun again when inputs or settings have changed. Raises OtherCorpus, DataError (bad input, with
+    file and line), DeviceError (no space, a folder that cannot be written); what was finished is kept for the next try.
     """
     out = Path(out)
     entries = find(sources)
@@ -189,7 +193,7 @@ class _Run:
         if changed:
             what = f"holds a prepared corpus made from something else ({', '.join(changed)} differ)"
             fix = "Choose another folder, or replace this one with --overwrite"
-            raise DataError(findings=[Finding(str(self.out), what, fix)])
+            raise OtherCorpus(findings=[Finding(str(self.out), what, fix)])
         TokenStore.open(self.out)
         names = {JOURNAL, *COLUMNS} - {record.name for record in present.files()}
         for name in names:  # of a run that was killed between the manifest and its last lines

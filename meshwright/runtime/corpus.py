@@ -106,11 +106,14 @@ def prepare_corpus(
 
     Make the stores that are not there yet, under `data.cache` or `folder`, and note in `folder` where all of them are.
 
-    The tokenizer is data.tokenizer.path, else that of a prepared source, else one trained on the text of data.train.
+    The tokenizer is data.tokenizer.path, else that of a prepared source, else one trained on the text of data.train. What lies
+    in `folder` may be made anew; what lies under `data.cache` may be another run's, so that one made from something else is a
+    DataError.
     """
-    from meshwright.data.prepare import prepare
+    from meshwright.data.prepare import OtherCorpus, prepare
 
     base = Path(config.data.cache) if config.data.cache else folder
+    own = base.absolute() == folder.absolute()
     for path, where in ((base, "data.cache"), (folder, "run.dir")):
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -118,7 +121,7 @@ def prepare_corpus(
             what = f"{path} cannot be made: {error.strerror}"
             raise DeviceError(findings=[Finding(where, what, "Choose a folder that can be written")]) from None
     with _room(base):
-        tokenizer, tokenizer_path = _tokenizer(config, base, say)
+        tokenizer, tokenizer_path = _tokenizer(config, base, own, say)
 
     def store(kind: str, number: int, source: Source) -> Path:
         nonlocal label_names
@@ -126,17 +129,20 @@ def prepare_corpus(
         if prepared is not None:
             return prepared.absolute()
         out = base / f"{kind}-{number}"
-        manifest = prepare(
-            [source],
-            out,
-            tokenizer=tokenizer,
-            objective=_FORMS[task],
-            on_bad_row=config.data.on_bad_row,
-            workers=config.data.workers,
-            label_names=label_names,
-            progress=lambda update: say(update.note) if update.note else None,
-            overwrite=True,
-        )
+        try:
+            manifest = prepare(
+                [source],
+                out,
+                tokenizer=tokenizer,
+                objective=_FORMS[task],
+                on_bad_row=config.data.on_bad_row,
+                workers=config.data.workers,
+                label_names=label_names,
+                progress=lambda update: say(update.note) if update.note else None,
+                overwrite=own,
+            )
+        except OtherCorpus as error:
+            raise _others(out, error.findings[0].what) from None
         label_names = label_names or manifest.label_names
         if manifest.skipped or manifest.empty:
             first = f", first: {manifest.first_skipped[0]}" if manifest.first_skipped else ""
@@ -149,6 +155,12 @@ def prepare_corpus(
     with _room(folder):
         corpus.save(folder)
     return corpus
+
+
+def _others(path: Path, what: str) -> DataError:
+    """What lies under data.cache was made from something else."""
+    fix = "Another run may need it: name another data.cache, or remove this folder"
+    return DataError(findings=[Finding(str(path), what, fix)])
 
 
 @contextlib.contextmanager
@@ -171,7 +183,7 @@ def _prepared(source: Source) -> Path | None:
     return Path(source.path) if is_prepared(source.path) else None
 
 
-def _tokenizer(config: Config, base: Path, say: Callable[[str], None]) -> tuple[Tokenizer, Path]:
+def _tokenizer(config: Config, base: Path, own: bool, say: Callable[[str], None]) -> tuple[Tokenizer, Path]:
     from meshwright.data.tokenizer import Tokenizer
 
     wanted = config.data.tokenizer
@@ -181,12 +193,13 @@ def _tokenizer(config: Config, base: Path, say: Callable[[str], None]) -> tuple[
     elif prepared:
         path = prepared[0] / "tokenizer"
     else:
-        path = _trained(config, base, say)
+        path = _trained(config, base, own, say)
     return Tokenizer.load(path), path
 
 
-def _trained(config: Config, base: Path, say: Callable[[str], None]) -> Path:
-    """The folder of a tokenizer trained on the training text; the one there already if it was made of the same settings."""
+def _trained(config: Config, base: Path, own: bool, say: Callable[[str], None]) -> Path:
+    """The folder of a tokenizer trained on the training text; the one there already if it was made of the same settings. own:
+    whether one of other settings may be replaced."""
     from meshwright.data.sample import tokenizer_for
     from meshwright.data.sources import find
 
@@ -195,8 +208,12 @@ def _trained(config: Config, base: Path, say: Callable[[str], None]) -> Path:
     files = [[entry.name, entry.size, entry.modified_ns] for entries in find(config.data.train) for entry in entries]
     settings = {"vocab": wanted.vocab, "sample_bytes": wanted.sample_bytes, "files": files}
     with contextlib.suppress(OSError, ValueError):  # none yet, or one that was cut short: it is made again
-        if json.loads(note.read_text(encoding="utf-8")) == settings:
+        made = json.loads(note.read_text(encoding="utf-8"))
+        if made == settings:
             return path
+        if not own and isinstance(made, dict):
+            differ = sorted(key for key in settings if made.get(key) != settings[key])
+            raise _others(path, f"holds a tokenizer made from something else ({', '.join(differ)} differ)")
     say(f"training a byte-level BPE of {wanted.vocab} tokens")
     tokenizer_for(config.data.train, wanted, config.data.on_bad_row).save(path)
     note.write_text(json.dumps(settings), encoding="utf-8")

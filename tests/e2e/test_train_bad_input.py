@@ -240,6 +240,24 @@ def test_a_disk_that_takes_no_tokenizer_and_no_note_of_the_corpus_is_named(refus
     refused(*text, f"--data.cache={cache}", says=[f"{cache}: cannot be written: No space left on device"])
 
 
+def test_shards_and_tokenizer_of_another_run_in_the_cache_stay(refused, tmp_path):
+    # Red with overwrite=True whatever the folder, and with a trained tokenizer that is always made anew.
+    from meshwright.config.schema import Config
+    from meshwright.runtime.corpus import prepare_corpus
+
+    (tmp_path / "text.txt").write_text("some words " * 400)
+    cache, text = tmp_path / "cache", tmp_path / "text.txt"
+    data = {"train": [{"path": str(text)}], "cache": str(cache), "workers": 1, "tokenizer": {"vocab": 300}, "valid_fraction": 0}
+    config = Config.model_validate({"model": {"arch": "decoder"}, "data": data})
+    prepare_corpus(config, tmp_path / "first", task="lm", say=lambda note: None)
+    held = {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()}
+    same = [f"--data.train.0.path={text}", f"--data.cache={cache}", "--data.tokenizer.vocab=300"]
+    refused(*same[:2], "--data.tokenizer.vocab=280", says=["a tokenizer made from something else (vocab differ)", "data.cache"])
+    encoder = ["--model.arch=encoder", "--objective.kind=masked_lm"]
+    refused(*same, *encoder, says=["a prepared corpus made from something else (objective", "name another data.cache"])
+    assert {path: path.read_bytes() for path in cache.rglob("*") if path.is_file()} == held
+
+
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(small_disk, tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", model={"vocab": 20000})
     said = e2e.train(config, small_disk / "run").wait(2)

@@ -12,7 +12,8 @@ from torch import nn
 
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed.device import fp8_findings
-from meshwright.kernels import fp8, fp8_triton
+from meshwright.kernels import fp8
+from meshwright.kernels.accelerated import fp8_kernels
 from meshwright.models import build, initialize
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.fp8 import multiply_in_fp8
@@ -24,8 +25,9 @@ if not torch.accelerator.is_available():
     pytest.skip("no accelerator", allow_module_level=True)
 DEVICE = torch.accelerator.current_accelerator()
 assert DEVICE is not None
-if fp8_findings(DEVICE):
-    pytest.skip("no products of 8-bit numbers", allow_module_level=True)
+fp8_triton = fp8_kernels(DEVICE)
+if fp8_findings(DEVICE) or fp8_triton is None:
+    pytest.skip("no products of 8-bit numbers, or no Triton", allow_module_level=True)
 
 TOKENS = 16384
 SHAPES = {"qkv": (3072, 2048), "out": (2048, 2048), "up": (16384, 2048), "down": (2048, 8192)}

@@ -55,10 +55,10 @@ def micros(call: Callable[[], object], times: int = 10) -> float:
 def test_the_cast_is_the_plain_one_bit_for_bit():
     # What rounding there is, is the device's own on both sides: mutations are those of the interpreter's test.
     for representable in (True, False):
-        found = fp8_cases.cases(DEVICE, representable)
+        found = fp8_cases.cases(fp8_triton, DEVICE, representable)
         assert {name: count for name, count in found.items() if count} == {}
     for value in (float("inf"), float("nan")):
-        assert fp8_cases.poisoned(DEVICE, value) == [False, True, False, False, True]
+        assert fp8_cases.poisoned(fp8_triton, DEVICE, value) == [False, True, False, False, True]
 
 
 @pytest.mark.parametrize(("fast", "limit"), [(False, 2.0**-8), (True, 2.0**-7)])

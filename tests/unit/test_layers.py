@@ -130,6 +130,7 @@ NARROWING = re.compile(r"\.float\(\)|\.to\((?:dtype=)?torch\.float32\)|\.type\(t
 MAY_NARROW = {
     "export/hf.py",  # compares with another library, which computes in fp32
     "kernels/fp8.py",  # numbers of 8 bits, and scales in fp32 whatever they are of
+    "kernels/rowwise.py",  # the same
     "parallel/norm.py",  # a truth value as a number
     "kernels/triton_kernels.py",  # the same
 }

@@ -27,7 +27,7 @@ from meshwright.bench.table import Result, combined, head, limits_of, markdown, 
 from meshwright.bench.tasks import Settings, Task, check, plan, scaling_plan, strategy_plan
 from meshwright.bench.workloads import WORKLOADS
 
-__all__ = ["Outcome", "Shell", "failure_of", "last_record", "present", "run"]
+__all__ = ["Outcome", "Shell", "described", "failure_of", "last_record", "present", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
 _ERROR = re.compile(r"^[\s\[\]\w:.,]*?\b(\w*(?:Error|Exception|Interrupt)\b(?:: .*)?)$")
@@ -120,6 +120,12 @@ def planned(settings: Settings, outcome: Outcome) -> list[Task]:
     if settings.suite == "scaling":
         return scaling_plan(settings, have)
     return plan(settings, have) if settings.suite == "engines" else []
+
+
+def described(shell: Shell, timeout: float) -> dict[str, Any] | None:
+    """The machine, with nothing measured that its data sheet says; None where it could not be asked in so many seconds."""
+    _, text = shell.execute([sys.executable, "-m", "meshwright.bench.ceilings", "--describe"], timeout)
+    return next((record for record in records(text) if record.get("what") == "machine"), None)
 
 
 def present(machine: Mapping[str, Any] | None) -> int:

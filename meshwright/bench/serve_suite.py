@@ -15,7 +15,7 @@ from typing import Any
 from meshwright.bench.output import open_folder, write_whole
 from meshwright.bench.peers import Peer, missing
 from meshwright.bench.provenance import provenance
-from meshwright.bench.runner import SHORTEST, Shell, failure_of, free_port, last_record, present, records
+from meshwright.bench.runner import SHORTEST, Shell, described, failure_of, free_port, last_record, present
 from meshwright.bench.serve_table import serve_table
 from meshwright.bench.serve_work import shape_of
 from meshwright.bench.table import OURS, Result
@@ -174,8 +174,7 @@ def run(settings: ServeSettings, say: Callable[[str], None] = print) -> ServeOut
         open_folder(settings.out)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
         shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
-        _, text = shell.execute([sys.executable, "-m", "meshwright.bench.ceilings", "--describe"], settings.timeout)
-        outcome.machine = next((record for record in records(text) if record.get("what") == "machine"), None)
+        outcome.machine = described(shell, settings.timeout)
         tasks = serve_plan(settings, present(outcome.machine))
         for _ in range(settings.repeat):
             tasks = [task for task in tasks if _took(task, outcome, shell, until, say) <= SHORT]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import math
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from meshwright.kernels import fp8
 from meshwright.kernels.fp8 import cast, fp8_linear, plain_cast, row_largest, scale_of
+from tests.unit.test_kernels_fused import interpreted
 
 M, K, N = 20, 32, 48
 
@@ -153,27 +149,12 @@ def test_half_of_the_input_is_kept():
     assert fp8.ALIGNED == 16
 
 
-@functools.cache
-def interpreted() -> dict[str, dict[str, list[bool] | int]]:
-    """All cases in one process of Triton's interpreter, which must be chosen before it is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.unit.fp8_cases"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which the extra `kernels` brings")
 def test_the_kernel_is_the_plain_cast_bit_for_bit():
     """Mutations tried, each red: the scale of a row for the transposed copy; rows beyond the end not zero; the scale of the
     first column block only; a transposed copy that is not; the scale of a finite number for one that is not."""
-    found = interpreted()
+    found: dict[str, Any] = interpreted("fp8_cases")
     assert len(found["differing"]) == 24
     assert {name: count for name, count in found["differing"].items() if count} == {}
     assert found["poisoned"] == {value: [False, True, False, False, True] for value in ("inf", "-inf", "nan")}

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.bench.host.measures import Measure, lines, measures_in
 from meshwright.bench.output import open_folder, write_whole
 from meshwright.bench.provenance import provenance
-from meshwright.bench.runner import Shell, failure_of, free_port, records
+from meshwright.bench.runner import Shell, described, failure_of, free_port, records
 
 __all__ = ["HOST_SUITES", "HostOutcome", "HostSettings", "run"]
 
@@ -80,8 +80,7 @@ def run(settings: HostSettings, say: Callable[[str], None] = print) -> HostOutco
         open_folder(settings.out)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as temporary:
         shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
-        _, text = shell.execute([sys.executable, "-m", "meshwright.bench.ceilings", "--describe"], settings.timeout)
-        outcome.machine = next((record for record in records(text) if record.get("what") == "machine"), None)
+        outcome.machine = described(shell, settings.timeout)
         for name, command in commands(settings):
             code, text = shell.execute(command, settings.timeout)
             found = measures_in(list(records(text)))

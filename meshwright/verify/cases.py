@@ -36,7 +36,7 @@ from meshwright.train.result import Agreed, StepResult
 from meshwright.train.schedule import Budget, peak_learning_rate
 from meshwright.train.step import agree, train_step
 
-__all__ = ["Case", "Looker", "Trace", "alone", "opened", "run", "steps_of"]
+__all__ = ["Case", "Looker", "Trace", "alone", "compiled_alike", "opened", "run", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,17 @@ Looker = Callable[[int, Engine, float], None]
 def alone(config: Config, micro_batch: int) -> Plan:
     """The plan of one device, with nothing that could change a bit: no compilation, no recompute, no overlap."""
     return Plan(Layout(), micro_batch=micro_batch, precision=config.precision, overlap=False)
+
+
+def compiled_alike(plan: Plan) -> tuple[object, ...]:
+    """Plans of one model of which this is the same may run each other's compiled blocks; before any other plan of the process
+    they must be forgotten (`torch.compiler.reset`).
+
+    torch 2.11 runs blocks that were compiled for a ring where all-to-all is meant, and the other way round: it does not look
+    at which of two methods an attribute of a module is bound to. 2.13 does.
+    """
+    layout = plan.layout
+    return layout.tp, layout.cp, layout.ep, plan.sequence_parallel, plan.context, plan.precision
 
 
 def run(case: Case, plan: Plan, mesh: DeviceMesh | None, ranks: Ranks, look: Looker | None = None) -> Trace:

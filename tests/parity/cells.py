@@ -22,6 +22,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
 from meshwright.train.objectives import make_objective
+from meshwright.verify.cases import compiled_alike as plans_alike
 from meshwright.verify.cases import run
 from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
 from meshwright.verify.layouts import CHUNKS
@@ -157,8 +158,7 @@ class Outcome:
 
 def compiled_alike(cell: Cell) -> tuple[Any, ...]:
     """Cells of which this is the same run much the same compiled blocks, whatever else their layouts are."""
-    layout = LAYOUTS[cell.layout]
-    return layout.tp, layout.cp, layout.ep, cell.sequence_parallel, cell.model, cell.precision
+    return cell.model, *plans_alike(cell.plan)
 
 
 def limits_of(cell: Cell) -> dict[str, float]:

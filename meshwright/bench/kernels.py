@@ -211,7 +211,7 @@ def attention(shape: Shape, rows: int, context: int, every: bool) -> Iterator[Re
     kernels = paged_kernels(shape.device)
     for span, tile, warps, stages in DECODE_SIZES if every and kernels is not None else []:
         chosen = {"span": span, "tile": tile, "num_warps": warps, "num_stages": stages}
-        with swapped(kernels, "DECODE", chosen):
+        with swapped(kernels, "DECODE_8_BITS" if shape.narrow else "DECODE", chosen):
             try:
                 yield said("decode", shape.timed(calls), moved, **given, **chosen)
             except Exception as error:  # more shared memory than there is, for one

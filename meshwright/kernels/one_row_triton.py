@@ -22,19 +22,22 @@ from meshwright.kernels.rowwise_triton import as_stored, widened
 __all__ = ["gate_linear", "heads_linear", "linear", "sizes"]
 
 
-def sizes(count: int, paired: bool, narrow: bool = False) -> dict[str, int]:
+def sizes(count: int, columns: int, paired: bool, narrow: bool = False) -> dict[str, int]:
     """rows: of a program, or pairs; block: columns at a time. For a matrix of `count` rows, or pairs of them. narrow: of 8
     bits, of which a thread takes twice as many columns at a time.
 
     A multiprocessor needs about 40 KB on their way at any time. Of a large matrix warps have some rows each, which share the
-    reads of x; of a small one there are not enough rows for that, and two warps share one. Either way no warp waits for another
-    before the end. `bench.kernels` times others."""
+    reads of x; of a small one there are not enough rows for that, and some warps share one, more where it is long. Either way
+    no warp waits for another before the end. `bench.kernels` times others."""
     if narrow:
         rows = 2 if count >= MANY else 1
         return {"rows": rows, "block": 512, "num_warps": 1} if rows > 1 else {"rows": 1, "block": 2048, "num_warps": 2}
     if count >= MANY:
         return {"rows": 4, "block": 256, "num_warps": 1}
-    return {"rows": 1, "block": 1024 if paired else 2048, "num_warps": 2}
+    if paired and columns < 4096:
+        return {"rows": 1, "block": 1024, "num_warps": 2}
+    whole = paired or (columns >= 8192 and columns % 4096 == 0)
+    return {"rows": 1, "block": 4096 if whole else 2048, "num_warps": 4}
 
 
 MANY = 8192
@@ -201,7 +204,7 @@ def _launch(
     """Returns out. pages: keys, values, slots."""
     count = weight.shape[0] // (2 if distance else 1)
     turned = heads is not None and heads.cos is not None
-    chosen = sizes(count, bool(distance), weight.element_size() == 1)
+    chosen = sizes(count, x.shape[-1], bool(distance), weight.element_size() == 1)
     most = max(16, triton.next_power_of_2(x.shape[-1]))
     _row[(triton.cdiv(count, chosen["rows"]),)](
         x,

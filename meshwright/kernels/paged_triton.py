@@ -9,9 +9,11 @@ nothing, so how many are launched may be more than are needed.
 
 Programs of all key/value heads of a sequence are neighbours: a token's heads lie together, and are read at about the same time.
 
-fp64 tensors are computed in fp64, everything else in fp32; keys and values of 8 bits become those of the queries' dtype, which
-has them all, before they are multiplied. Shapes as in `kernels.paged_attention`; D sequences with one new
-token, S spans, G = H/K.
+They take no part in `kernels.early`: what is launched behind the few programs of a short sequence fills the multiprocessors
+before these have their keys, and a step gets slower than without (docs/performance-log.md).
+
+fp64 tensors are computed in fp64, everything else in fp32; keys and values of 8 bits become those of a wider dtype, which has
+them all, before they are multiplied. Shapes as in `kernels.paged_attention`; D sequences with one new token, S spans, G = H/K.
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ import torch
 import triton
 import triton.language as tl
 
-from meshwright.kernels.early import launch_options
 from meshwright.kernels.paged_attention import QUERIES, Pages, Singles
 from meshwright.kernels.rowwise_triton import widened
 
-__all__ = ["DECODE", "paged_attention"]
+__all__ = ["DECODE", "DECODE_8_BITS", "paged_attention"]
 
 SPANS = 32
 """Most programs of a sequence with one new token and a key/value head."""
 TILE = 64
 """Keys at a time, of a prompt."""
-DECODE = {"span": 512, "tile": 64, "num_warps": 4, "num_stages": 5}
+DECODE = {"span": 512, "tile": 128, "num_warps": 4, "num_stages": 3}
 """Of a single token: least keys of a program, keys at a time, warps, and tiles that are loaded ahead. `bench.kernels` times
 others."""
+DECODE_8_BITS = {"span": 1024, "tile": 128, "num_warps": 4, "num_stages": 3}
+"""The same for keys and values of 8 bits, of which twice as many come at the same time."""
+
+NEAR = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -46,15 +51,28 @@ def _score(q, k, known, key, position, scale, window: tl.constexpr, wide: tl.con
 
 
 @triton.jit
-def _add(score, v, top, total, sums, wide: tl.constexpr):
-    """The softmax of more keys: largest score, sum of weights, weighted sum of values."""
+def _weigh(score, top, total):
+    """The softmax of more keys: largest score, sum of weights; the weights of these, and what former sums shrink by."""
     higher = tl.maximum(top, tl.max(score, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: exp(-inf - 0) is 0, and no NaN
     weight = tl.exp(score - base[:, None])
     shrink = tl.exp(top - base)
-    total = total * shrink + tl.sum(weight, 1)
-    sums = sums * shrink[:, None] + tl.dot(weight.to(v.dtype), v, out_dtype=wide, input_precision="ieee")
-    return higher, total, sums
+    return higher, total * shrink + tl.sum(weight, 1), weight, shrink[:, None]
+
+
+@triton.jit
+def _sum(sums, weight, v, shrink, wide: tl.constexpr):
+    """The weighted sum of values, with more of them."""
+    return sums * shrink + tl.dot(weight.to(v.dtype), v, out_dtype=wide, input_precision="ieee")
+
+
+@triton.jit
+def _pair(v):
+    """Two numbers of 8 bits (e4m3) in each of 16: their 2^-8 in fp16, whose exponent has a bit more and another bias. NaN
+    becomes 1.875. An operand of 16 bits can be turned on its way to a matrix product, one of 8 bits goes byte by byte."""
+    low = ((v & 0x0080) << 8) | ((v & 0x007F) << 7)
+    high = (v & 0x8000) | ((v >> 1) & 0x3F80)
+    return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["table_width"])
@@ -80,19 +98,18 @@ def _decode(
     features: tl.constexpr,
     group: tl.constexpr,
     window: tl.constexpr,
+    pairs: tl.constexpr,
     span: tl.constexpr,
     spans: tl.constexpr,
+    near: tl.constexpr,
     wide: tl.constexpr,
     lanes: tl.constexpr,
     columns: tl.constexpr,
     tile: tl.constexpr,
-    early: tl.constexpr,
 ):
-    """Grid K, D, S. alone: item, row and token are the same number; else items [D, 2] and tokens [D] say which. `sums`
-    [D, K, S, G, E] (in fp32), `top` and `total` [D, K, S, G] are what the spans leave where there are several."""
-    if early:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    """Grid K, D, S. alone: item, row and token are the same number; else items [D, 2] and tokens [D] say which. pairs: values
+    come as pairs of 8 bits. `sums` [D, K, S, G, E] (in fp32), `top` and `total` [D, K, S, G] are what the spans leave where
+    there are several."""
     kv_head, item, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(0)
     row = item if alone else tl.load(items_ptr + 2 * item)
@@ -107,7 +124,7 @@ def _decode(
     inside = real[:, None] & (column < features)[None, :]
     head = kv_head * group + lane
     q_place = token.to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
-    q = tl.load(q_ptr + q_place, mask=inside, other=0.0)
+    q = tl.load(q_ptr + q_place, mask=inside, other=0.0).to(near)
     begin, end = part * each, tl.minimum(length, (part + 1) * each)
     if window:
         begin = tl.maximum(begin, (length - window) // tile * tile)
@@ -115,7 +132,11 @@ def _decode(
     table = tables_ptr + row.to(tl.int64) * table_width
     top = tl.full([lanes], float("-inf"), wide)
     total = tl.zeros([lanes], wide)
-    sums = tl.zeros([lanes, columns], wide)
+    width: tl.constexpr = columns // 2 if pairs else columns
+    feature = tl.arange(0, width)
+    real_v = (feature < (features // 2 if pairs else features))[None, :]
+    sums = tl.zeros([lanes, width], wide)
+    second = sums
     for at in range(begin, end, tile):
         key = at + tl.arange(0, tile)
         known = key < end
@@ -123,10 +144,17 @@ def _decode(
         slot = ((block * page + key % page) * kv_heads + kv_head) * features
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
-        v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0, eviction_policy="evict_first")
-        k, v = widened(k, q.dtype), widened(v, q.dtype)
-        score = _score(q, k, known, key, position, scale, window, wide)
-        top, total, sums = _add(score, v, top, total, sums, wide)
+        v_place = v_ptr + (slot // 2 if pairs else slot)[:, None] + feature[None, :]
+        v = tl.load(v_place, mask=known[:, None] & real_v, other=0 if pairs else 0.0, eviction_policy="evict_first")
+        score = _score(q, widened(k, near), known, key, position, scale, window, wide)
+        top, total, weight, shrink = _weigh(score, top, total)
+        if pairs:
+            low, high = _pair(v)
+            sums, second = _sum(sums, weight, low, shrink, wide), _sum(second, weight, high, shrink, wide)
+        else:
+            sums = _sum(sums, weight, widened(v, near), shrink, wide)
+    if pairs:
+        sums = tl.interleave(sums, second) * 256.0
 
     out = out_ptr + (token.to(tl.int64) * kv_heads * group + head[:, None]) * features + column[None, :]
     parts = tl.cdiv(length, each)
@@ -178,16 +206,13 @@ def _attend(
     group: tl.constexpr,
     window: tl.constexpr,
     queries: tl.constexpr,
+    near: tl.constexpr,
     wide: tl.constexpr,
     lanes: tl.constexpr,
     columns: tl.constexpr,
     tile: tl.constexpr,
-    early: tl.constexpr,
 ):
     """Grid K, items: (sequence, its first query) of each."""
-    if early:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     kv_head, item = tl.program_id(0), tl.program_id(1)
     kv_heads = tl.num_programs(0)
     row = tl.load(items_ptr + 2 * item)
@@ -204,7 +229,7 @@ def _attend(
     inside = real[:, None] & (column < features)[None, :]
     position = length - count + query
     q_place = (start + query)[:, None] * q_token + head[:, None] * q_head + column[None, :]
-    q = tl.load(q_ptr + q_place, mask=inside, other=0.0)
+    q = tl.load(q_ptr + q_place, mask=inside, other=0.0).to(near)
     begin = 0
     end = tl.minimum(length, length - count + first + queries)
     if window:
@@ -220,9 +245,10 @@ def _attend(
         there = known[:, None] & (column < features)[None, :]
         k = tl.load(k_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
         v = tl.load(v_ptr + slot[:, None] + column[None, :], mask=there, other=0.0)
-        k, v = widened(k, q.dtype), widened(v, q.dtype)
+        k, v = widened(k, near), widened(v, near)
         score = _score(q, k, known, key, position, scale, window, wide)
-        top, total, sums = _add(score, v, top, total, sums, wide)
+        top, total, weight, shrink = _weigh(score, top, total)
+        sums = _sum(sums, weight, v, shrink, wide)
     total = tl.where(real, total, 1.0)
     out = out_ptr + ((start + query)[:, None] * kv_heads * group + head[:, None]) * features + column[None, :]
     tl.store(out, (sums / total[:, None]).to(out_ptr.dtype.element_ty), mask=inside)
@@ -266,7 +292,6 @@ def paged_attention(
             queries=QUERIES,
             tile=TILE,
             **sizes,
-            **launch_options(),
         )
     return out_THE
 
@@ -278,10 +303,21 @@ def _sizes(q_THE: torch.Tensor, keys: torch.Tensor, queries: int) -> dict[str, o
         "page": keys.shape[1],
         "features": features,
         "group": group,
+        "near": _near(q_THE.dtype, keys.dtype),
         "wide": tl.float64 if q_THE.dtype == torch.float64 else tl.float32,
         "lanes": max(16, triton.next_power_of_2(queries * group)),
         "columns": max(16, triton.next_power_of_2(features)),
     }
+
+
+def _near(queries: torch.dtype, keys: torch.dtype) -> tl.dtype:
+    """In which queries meet keys, and weights values. For 8 bits fp16 in the place of bf16: a device makes it of them in one
+    instruction for two, and it has more digits; a query beyond 65,504 would be infinite."""
+    if keys.itemsize == 1 and queries.itemsize == 2:
+        return tl.float16
+    return {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
+        queries
+    ]
 
 
 def _single_tokens(
@@ -303,14 +339,16 @@ def _single_tokens(
         items, tokens, lengths = rows.single, rows.single_tokens, rows.lengths
     (kv_heads, features), single = keys.shape[2:], items.shape[0]
     group, device = q_THE.shape[1] // kv_heads, q_THE.device
-    spans = min(SPANS, triton.cdiv(longest, DECODE["span"]))
+    sizes = DECODE_8_BITS if keys.dtype.itemsize == 1 else DECODE
+    pairs = _near(q_THE.dtype, keys.dtype) == tl.float16 and values.dtype.itemsize == 1 and features >= 32
+    spans = min(SPANS, triton.cdiv(longest, sizes["span"]))
     wide = torch.promote_types(q_THE.dtype, torch.float32)
     sums = torch.empty(single, kv_heads, spans if spans > 1 else 0, group, features, dtype=wide, device=device)
     top, total = (torch.empty(sums.shape[:-1], dtype=wide, device=device) for _ in range(2))
     _decode[(kv_heads, single, spans)](
         q_THE,
         keys,
-        values,
+        values.view(torch.uint16) if pairs else values,
         out_THE,
         sums,
         top,
@@ -326,8 +364,8 @@ def _single_tokens(
         scale,
         alone=alone,
         window=window,
+        pairs=pairs,
         spans=SPANS,
         **_sizes(q_THE, keys, 1),
-        **DECODE,
-        **launch_options(),
+        **sizes,
     )

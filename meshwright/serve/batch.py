@@ -38,7 +38,7 @@ class BatchCommand:
 
     @property
     def fleet(self) -> Fleet:
-        return Fleet(self.model, self.engine, None, self.devices)
+        return Fleet(self.model, {**self.engine, "offline": True}, None, self.devices)
 
     def run(self) -> int:
         """Answer every prompt; the exit code. Raises UserError with all findings before anything is loaded."""

@@ -155,18 +155,21 @@ class Runner:
         needed = -(-self.max_len // self.block_size)
         if self.device.type == "cpu":
             return max(needed, min(sequences * needed, CPU_CACHE_BYTES // each))
-        self._warm(min(token_budget, self.max_len))
+        self._warm(min(token_budget, sequences * self.max_len), sequences)
         free, total = devices.memory_total(self.device)
         return blocks_for(free, total, each, self.block_size, self.max_len)
 
-    def _warm(self, tokens: int) -> None:
-        """One step as large as any, so that what is free afterwards stays free."""
-        self._allocate(-(-tokens // self.block_size))
-        each = np.arange(tokens)
-        fields = np.stack((np.zeros_like(each), np.full_like(each, -1), each, each))
-        table = np.arange(-(-tokens // self.block_size))[None]
+    def _warm(self, tokens: int, sequences: int) -> None:
+        """One step as large as any, so that what is free afterwards stays free: so many tokens, and logits of each sequence."""
+        counts = np.full(-(-tokens // self.max_len), self.max_len)
+        counts[-1] = tokens - counts[:-1].sum()
+        pages = -(-int(counts.max()) // self.block_size)
+        self._allocate(len(counts) * pages)
+        row, positions = np.repeat(np.arange(len(counts)), counts), np.concatenate([np.arange(count) for count in counts])
+        fields = np.stack((np.zeros(tokens), np.full(tokens, -1), positions, row * pages * self.block_size + positions))
+        table = np.arange(len(counts) * pages).reshape(-1, pages)
         hidden = torch.zeros(tokens, self.model.config.width, dtype=self.dtype, device=self.device) if self.span[0] else None
-        self.run(Packed.of(fields, np.full((2, 1), tokens), each[-1:], table), hidden)
+        self.run(Packed.of(fields, np.stack((counts, counts)), np.arange(tokens)[-sequences:], table), hidden)
         self._forward.cache = []
         devices.synchronize(self.device)
 

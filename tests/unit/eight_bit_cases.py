@@ -99,14 +99,17 @@ def written(dtype: torch.dtype, device: Any) -> float:
     return worst
 
 
-def attended(dtype: torch.dtype, device: Any) -> float:
+def attended(dtype: torch.dtype, device: Any, features: int) -> float:
     """Over pages of 8 bits, a prompt and single tokens, whose lengths the host knows or only the device."""
     from meshwright.kernels.paged_triton import paged_attention
 
-    pools = [to_e4m3(drawn(40, 16, 2, 16, device=device, seed=n)) for n in (0, 1)]
+    every = torch.arange(256, dtype=torch.uint8, device=device).view(E4M3).float() / 64.0
+    pools = [to_e4m3(drawn(40, 16, 2, features, device=device, seed=n)) for n in (0, 1)]
+    some = every[~every.isnan()].repeat(2 * features // 2)[: 16 * 2 * features].view(16, 2, features)
+    pools[1][3] = to_e4m3(some)  # the smallest numbers and both zeros among them
     lengths, counts = (600, 33, 40), (1, 18, 1)
     tables = torch.randperm(40, generator=torch.Generator().manual_seed(0)).repeat(3, 1).to(device)
-    q = drawn(20, 8, 16, dtype=dtype, device=device, seed=2)
+    q = drawn(20, 8, features, dtype=dtype, device=device, seed=2)
     pages = Pages(torch.zeros(20, dtype=torch.int64, device=device), tables, counts, lengths)
     found = paged_attention(q, *pools, pages)
     expected = gathered_attention(q.double(), *(pool.double() for pool in pools), pages)
@@ -126,7 +129,10 @@ def cases(device: Any = "cpu", dtypes: Any = tuple(DTYPES)) -> dict[str, float]:
             found[f"matrix {name} {word}"] = through(dtype, device, width, rows, name != "narrow")
         found[f"pages {word}"] = written(dtype, device)
         if (torch.device(device).type, word) != ("cpu", "bf16"):  # the interpreter multiplies bf16 as whole numbers
-            found[f"attention {word}"] = attended(dtype, device)
+            found[f"attention {word}"] = attended(dtype, device, 16)
+    found["attention, values in pairs fp16"] = attended(torch.float16, device, 48)
+    if torch.device(device).type != "cpu":
+        found["attention, values in pairs bf16"] = attended(torch.bfloat16, device, 128)
     return found
 
 

@@ -14,7 +14,7 @@ from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import UserError
 from meshwright.models import build, generate, initialize
 from meshwright.models.trunk import Trunk
-from meshwright.serve.engine import LLMEngine
+from meshwright.serve.engine import LLMEngine, step_sizes
 from meshwright.serve.request import Output, Request
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import Scores, scores_of
@@ -360,6 +360,27 @@ def test_blocks_from_what_is_free():
     assert blocks_for(50 * each, 100 * each, each, 16, 16 * 40, share=0.9) == 40
     with pytest.raises(DeviceError, match=r"hold 640 tokens .* may have 641.* Use at most max_len 640"):
         blocks_for(50 * each, 100 * each, each, 16, 641, share=0.9)
+
+
+@pytest.mark.parametrize("tokens", [5, 48, 103])
+def test_the_first_step_is_as_large_as_any(tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """More tokens than one sequence may have are several sequences, each in blocks of its own."""
+    runner, seen = engine_of(max_running=3).runner, []
+    run = runner.run
+    monkeypatch.setattr(runner, "run", lambda packed, hidden=None: seen.append(packed) or run(packed, hidden))
+    runner._warm(tokens, 4)
+    (packed,) = seen
+    assert packed.sizes[0] == packed.counts.sum() == tokens and packed.counts.max() <= runner.max_len == 48
+    assert len(set(packed.slots.tolist())) == tokens and len(packed.select) == min(tokens, 4)
+    assert packed.positions.max() == packed.counts.max() - 1
+
+
+def test_sizes_of_a_step_are_those_of_the_device_unless_given():
+    scheduler = engine_of(max_running=None).scheduler
+    assert (scheduler.max_running, scheduler.token_budget) == step_sizes("cpu", offline=False)
+    scheduler = engine_of(max_running=7, token_budget=11).scheduler
+    assert (scheduler.max_running, scheduler.token_budget) == (7, 11)
+    assert step_sizes("cuda", offline=True) > step_sizes("cuda", offline=False) > step_sizes("cpu", offline=True)
 
 
 def test_blocks_of_a_cpu_are_enough_for_all_that_run():

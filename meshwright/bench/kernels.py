@@ -30,7 +30,7 @@ from meshwright.distributed import device as devices
 from meshwright.kernels import early, fused, one_row
 from meshwright.kernels.accelerated import one_row_kernels, paged_kernels
 from meshwright.kernels.fused import Heads
-from meshwright.kernels.paged_attention import Singles, paged_attention
+from meshwright.kernels.paged_attention import SPAN, Singles, paged_attention
 from meshwright.kernels.rowwise import ScaledLinear, to_e4m3
 
 SMALL = {"width": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512}
@@ -43,8 +43,8 @@ ROW_SIZES = [
 ]
 """rows, block, warps"""
 DECODE_SIZES = [
-    *itertools.product((256, 512, 1024), (64, 128), (4,), (3, 4, 5)),
-    *((512, 32, 2, 4), (512, 32, 4, 5), (512, 64, 2, 4), (512, 64, 8, 4), (512, 128, 8, 4)),
+    *itertools.product((512, 1024, 2048), (64, 128), (4,), (2, 3, 4)),
+    *((512, 64, 4, 5), (512, 32, 2, 4), (512, 32, 4, 5), (512, 64, 2, 4), (512, 64, 8, 4), (512, 128, 8, 3), (512, 256, 8, 2)),
 ]
 """span, tile, warps, stages"""
 
@@ -203,19 +203,23 @@ def attention(shape: Shape, rows: int, context: int, every: bool) -> Iterator[Re
     pools = [[shape.pages(rows * width) for _ in "kv"] for _ in range(layers)]
     tables = torch.randperm(rows * width).view(rows, width).to(torch.int32).to(shape.device)
     slots = torch.zeros(rows, dtype=torch.int64, device=shape.device)
-    pages = Singles(slots, tables, torch.full((rows,), context, dtype=torch.int32, device=shape.device))
+    lengths = torch.full((rows,), context, dtype=torch.int32, device=shape.device)
     q = shape.some(rows, shape.config.heads, shape.features)
-    calls = [functools.partial(paged_attention, q, keys, values, pages) for keys, values in pools]
+
+    def calls(span: int) -> list[Callable[[], object]]:
+        pages = Singles(slots, tables, lengths, span)
+        return [functools.partial(paged_attention, q, keys, values, pages) for keys, values in pools]
+
     given = {"rows": rows, "context": context}
-    yield said("decode", shape.timed(calls), moved, **given)
+    yield said("decode", shape.timed(calls(SPAN)), moved, **given)
     kernels = paged_kernels(shape.device)
     for span, tile, warps, stages in DECODE_SIZES if every and kernels is not None else []:
-        chosen = {"span": span, "tile": tile, "num_warps": warps, "num_stages": stages}
-        with swapped(kernels, "DECODE_8_BITS" if shape.narrow else "DECODE", chosen):
+        chosen, told = {"tile": tile, "num_warps": warps, "num_stages": stages}, {**given, "span": span}
+        with swapped(kernels, "DECODE", chosen):
             try:
-                yield said("decode", shape.timed(calls), moved, **given, **chosen)
+                yield said("decode", shape.timed(calls(span)), moved, **told, **chosen)
             except Exception as error:  # more shared memory than there is, for one
-                yield {"what": "decode", **given, **chosen, "failed": str(error).splitlines()[0][:100]}
+                yield {"what": "decode", **told, **chosen, "failed": str(error).splitlines()[0][:100]}
 
 
 if __name__ == "__main__":

@@ -36,13 +36,14 @@ from meshwright.kernels import early
 from meshwright.models.initialize import materialise
 from meshwright.models.registry import build
 from meshwright.models.trunk import Trunk
-from meshwright.serve.engine import LLMEngine, step_sizes
+from meshwright.serve.engine import LLMEngine
 from meshwright.serve.layout import Serving
 from meshwright.serve.quantize import KV_DTYPES, QUANTIZATIONS, cache_dtype, quantize_matrices
 from meshwright.serve.ranks import ServingGroup
 from meshwright.serve.replicas import Replicas, follow_line
 from meshwright.serve.request import Output, Request
 from meshwright.serve.sampling import SamplingParams
+from meshwright.serve.step_sizes import step_sizes
 from meshwright.serve.wire import meet
 
 
@@ -102,7 +103,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_work(parser)
     parser.add_argument("--running", type=int, help="sequences at a time; default: all")
-    parser.add_argument("--budget", type=int, help="tokens of a step; default: as `meshwright generate --prompts`")
+    parser.add_argument("--budget", type=int, help="tokens of a step; default: as for a file of prompts; of one, a server's")
     parser.add_argument("--block", type=int, default=16, help="tokens of a block of the cache")
     parser.add_argument("--eager", action="store_true", help="steps are called, never recorded; the next one is not ahead")
     parser.add_argument("--no-early", dest="early", action="store_false", help="no kernel begins while another one ends")
@@ -142,8 +143,9 @@ def engine_of(
         if device.type != "cpu":
             torch.accelerator.empty_cache()  # the other ranks' parts, or the cache would be sized beside them
     running = args.running or args.requests
-    budget = args.budget or step_sizes(device.type, offline=True)[1]
-    sizes: dict[str, Any] = {"max_running": running, "token_budget": max(budget, running), "block_size": args.block}
+    offline = args.requests > 1
+    budget = max(running, args.budget or step_sizes(device.type, offline).tokens)
+    sizes: dict[str, Any] = {"max_running": running, "token_budget": budget, "block_size": args.block, "offline": offline}
     how: dict[str, Any] = {"graphs": False, "ahead": False} if args.eager else {}
     how["cache_dtype"] = cache_dtype(args.kv_cache_dtype)
     return LLMEngine(model, **sizes, **how, prefix=False, group=group), weights

@@ -19,8 +19,11 @@ import torch.nn.functional as F
 
 from meshwright.kernels.accelerated import paged_kernels
 
-__all__ = ["QUERIES", "Pages", "Rows", "Singles", "gathered_attention", "paged_attention", "row_numbers"]
+__all__ = ["QUERIES", "SPAN", "Pages", "Rows", "Singles", "gathered_attention", "paged_attention", "row_numbers"]
 
+SPAN = 512
+"""Keys of a sequence with one new token that a program of the kernel has at least. More keep a device busier that has many such
+sequences; of a few, they leave most of it idle."""
 QUERIES = 16
 """Queries of a sequence with more than one new token that a program of the kernel has."""
 
@@ -79,6 +82,7 @@ class Pages:
     counts   new tokens of each sequence, in the order of the T tokens. On the host: shapes depend on them
     lengths  tokens of each sequence, the new ones included. On the host
     rows     of `row_numbers`, on the device, for all layers of a step; None: sent when a kernel asks for them
+    span     as SPAN; the order of a kernel's sums depends on it
     marks    of a kernel
     """
 
@@ -87,6 +91,7 @@ class Pages:
     counts: tuple[int, ...]
     lengths: tuple[int, ...]
     rows: Rows | None = None
+    span: int = SPAN
     marks: Marks = field(default_factory=Marks)
 
     @cached_property
@@ -118,12 +123,13 @@ class Singles:
     """One new token of each sequence, the last one, as `Pages`, but how long a sequence is only the device knows: what is
     launched depends on the shapes here and on nothing else.
 
-    slots int64 [R]. tables int32 or int64 [R, M]. lengths int32 [R], from 1 to M N
+    slots int64 [R]. tables int32 or int64 [R, M]. lengths int32 [R], from 1 to M N. span: as of `Pages`
     """
 
     slots: torch.Tensor
     tables: torch.Tensor
     lengths: torch.Tensor
+    span: int = SPAN
     marks: Marks = field(default_factory=Marks)
 
 

@@ -2,10 +2,10 @@
 
 A program has some queries of one sequence, all heads that share a key/value head, and walks over keys with a running maximum
 and sum (arXiv:2205.14135). `_attend` has up to QUERIES tokens of a prompt. A single new token has too little work for a device,
-so `_decode` deals its keys to programs of SPAN keys each (more for a sequence of more than SPANS SPAN tokens); the one that is
-through last puts their results together. The spans depend on the length of the sequence alone, and so does the order of any
-sum: the result of a token is bitwise the same whatever else is in the step. Programs beyond the end of their sequence do
-nothing, so how many are launched may be more than are needed.
+so `_decode` deals its keys to programs of `span` keys each (more for a sequence of more than SPANS spans); the one that is
+through last puts their results together. With a given span, the order of any sum depends on the length of the sequence alone:
+the result of a token is bitwise the same whatever else is in the step. Programs beyond the end of their sequence do nothing, so
+how many are launched may be more than are needed.
 
 Programs of all key/value heads of a sequence are neighbours: a token's heads lie together, and are read at about the same time.
 
@@ -25,17 +25,14 @@ import triton.language as tl
 from meshwright.kernels.paged_attention import QUERIES, Pages, Singles
 from meshwright.kernels.rowwise_triton import widened
 
-__all__ = ["DECODE", "DECODE_8_BITS", "paged_attention"]
+__all__ = ["DECODE", "PROMPT", "paged_attention"]
 
 SPANS = 32
 """Most programs of a sequence with one new token and a key/value head."""
-TILE = 64
-"""Keys at a time, of a prompt."""
-DECODE = {"span": 512, "tile": 128, "num_warps": 4, "num_stages": 3}
-"""Of a single token: least keys of a program, keys at a time, warps, and tiles that are loaded ahead. `bench.kernels` times
-others."""
-DECODE_8_BITS = {"span": 1024, "tile": 128, "num_warps": 4, "num_stages": 3}
-"""The same for keys and values of 8 bits, of which twice as many come at the same time."""
+PROMPT = {"tile": 64, "num_warps": 4, "num_stages": 3}
+"""Of a prompt: keys at a time, warps, and tiles that are loaded ahead."""
+DECODE = {"tile": 128, "num_warps": 4, "num_stages": 3}
+"""The same of a single token. `bench.kernels` times others."""
 
 NEAR = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -290,8 +287,8 @@ def paged_attention(
             scale,
             window=window or 0,
             queries=QUERIES,
-            tile=TILE,
             **sizes,
+            **PROMPT,
         )
     return out_THE
 
@@ -339,9 +336,8 @@ def _single_tokens(
         items, tokens, lengths = rows.single, rows.single_tokens, rows.lengths
     (kv_heads, features), single = keys.shape[2:], items.shape[0]
     group, device = q_THE.shape[1] // kv_heads, q_THE.device
-    sizes = DECODE_8_BITS if keys.dtype.itemsize == 1 else DECODE
     pairs = _near(q_THE.dtype, keys.dtype) == tl.float16 and values.dtype.itemsize == 1 and features >= 32
-    spans = min(SPANS, triton.cdiv(longest, sizes["span"]))
+    spans = min(SPANS, triton.cdiv(longest, pages.span))
     wide = torch.promote_types(q_THE.dtype, torch.float32)
     sums = torch.empty(single, kv_heads, spans if spans > 1 else 0, group, features, dtype=wide, device=device)
     top, total = (torch.empty(sums.shape[:-1], dtype=wide, device=device) for _ in range(2))
@@ -365,7 +361,8 @@ def _single_tokens(
         alone=alone,
         window=window,
         pairs=pairs,
+        span=pages.span,
         spans=SPANS,
         **_sizes(q_THE, keys, 1),
-        **sizes,
+        **DECODE,
     )

@@ -31,9 +31,10 @@ from meshwright.serve.request import Finish, Logprob, Output, Request
 from meshwright.serve.runner import Runner
 from meshwright.serve.sampler import Drawing, Drawn, Row, Scores, begin, begin_greedy
 from meshwright.serve.scheduler import Scheduler, Sequence, Work
+from meshwright.serve.step_sizes import step_sizes
 from meshwright.serve.text import Decodes, Detokenizer, StopFilter
 
-__all__ = ["LLMEngine", "step_sizes"]
+__all__ = ["LLMEngine"]
 
 
 @dataclass(eq=False)
@@ -57,18 +58,6 @@ class _Step:
     drawing: Drawing | None = None
 
 
-def step_sizes(kind: str, offline: bool) -> tuple[int, int]:
-    """(sequences at a time, tokens of a step) where none are given.
-
-    A CPU is busy with a few hundred tokens. An accelerator wants thousands; as many as 2,048 of them take 8 billion parameters
-    some 60 ms, which is the longest that an answer under way waits for its next token. Where nobody waits, larger steps need
-    fewer readings of the weights.
-    """
-    if kind == "cpu":
-        return 64, 512
-    return (512, 16384) if offline else (256, 2048)
-
-
 class LLMEngine:
     """A decoder that answers many prompts at once; `load` makes one from files.
 
@@ -88,6 +77,7 @@ class LLMEngine:
         block_size: int = 16,
         max_running: int | None = None,
         token_budget: int | None = None,
+        offline: bool = False,
         group: ServingGroup | None = None,
         prefix: bool = True,
         graphs: bool | None = None,
@@ -95,17 +85,18 @@ class LLMEngine:
         cache_dtype: torch.dtype | None = None,
         name: str = "model",
     ):
-        """max_running: sequences at a time; token_budget: tokens of a step; None: `step_sizes` of a server.
+        """max_running: sequences at a time; token_budget: tokens of a step; None: `step_sizes`. offline: as of `load`.
         blocks: of the cache; None: what the device has room for. prefix: keep what was computed, for prompts that begin
         alike. group: ranks that hold the model together, and those of its replicas, whose caches then have one size; all make
         an engine, and all but the first of a replica then `follow`. graphs, cache_dtype: as of `Runner`.
         ahead: launch the next step before the results of the last one are here; None: on an accelerator."""
         self.tokenizer, self.ends, self.config, self.model_name = tokenizer, frozenset(ends), model.config, name
         span = None if group is None else group.span
-        running, tokens = step_sizes(next(model.parameters()).device.type, offline=False)
-        max_running = running if max_running is None else max_running
-        token_budget = tokens if token_budget is None else token_budget
+        default = step_sizes(next(model.parameters()).device.type, offline)
+        max_running = default.running if max_running is None else max_running
+        token_budget = default.tokens if token_budget is None else token_budget
         sizes: dict[str, Any] = {"blocks": blocks, "block_size": block_size, "token_budget": token_budget}
+        sizes["key_span"] = default.key_span
         runner = Runner(model, **sizes, sequences=max_running, span=span, graphs=graphs, cache_dtype=cache_dtype)
         self._alone = group is None or group.alone
         self.runner: Runner | SharedRunner = runner if group is None or self._alone else SharedRunner(runner, group)
@@ -156,7 +147,6 @@ class LLMEngine:
         group = ServingGroup.join(tp, pp, dp) if tp * pp * dp > 1 else None
         parts = group if group is not None and not group.alone else None
         kind = devices.pick(device)
-        running, tokens = step_sizes(kind, offline)
         place = devices.rank_device(kind, 0 if group is None else group.mesh.get_rank() % devices.count(kind))
         dtype = dtype or (None if kind == "cpu" else torch.bfloat16)
         trained = load_trained(source, device="cpu" if parts or quantization else place, dtype=dtype)
@@ -174,8 +164,9 @@ class LLMEngine:
             ends=ends,
             blocks=blocks,
             block_size=block_size,
-            max_running=running if max_running is None else max_running,
-            token_budget=tokens if token_budget is None else token_budget,
+            max_running=max_running,
+            token_budget=token_budget,
+            offline=offline,
             graphs=graphs,
             cache_dtype=cache_dtype(kv_cache_dtype),
             group=group,

@@ -50,6 +50,7 @@ class Decoding:
     latest    int64 [padded rows]: what the step before chose, for those whose token the host does not know yet; a step leaves
               its own there
     recorded  whether the device records steps; else they are called anew each time
+    key_span  of `Singles`
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class Decoding:
         vocab: int,
         dtype: torch.dtype,
         recorded: bool,
+        key_span: int,
     ):
+        self.key_span = key_span
         self.forward, self.latest, self.block_size, self.scratch = forward, latest, block_size, scratch
         self.rows, self.max_len = rows, max_len
         device, most = latest.device, padded_rows(rows)
@@ -109,6 +112,6 @@ class Decoding:
         tables = self._inputs[FIELDS * padded : padded * (FIELDS + width)].view(padded, width)
         tokens = torch.where(feeds < 0, tokens, self.latest[feeds.clamp(min=0)])
         logits, chosen = self._logits[:padded], self._best[:, :padded]
-        self.forward(tokens, positions, Singles(slots, tables, lengths), out=logits)
+        self.forward(tokens, positions, Singles(slots, tables, lengths, self.key_span), out=logits)
         best(logits, chosen)
         self.latest[:padded].copy_(chosen[0])

@@ -15,7 +15,7 @@ import torch
 from meshwright.distributed import device as devices
 from meshwright.errors import DeviceError, Finding
 from meshwright.kernels.grouped_linear import stays_on_device
-from meshwright.kernels.paged_attention import Pages, Rows, row_numbers
+from meshwright.kernels.paged_attention import SPAN, Pages, Rows, row_numbers
 from meshwright.models.layers import Attention, Layer
 from meshwright.models.moe import MoE
 from meshwright.models.trunk import Trunk
@@ -40,7 +40,7 @@ class Runner:
     sequences: most of a step. max_len: longest sequence that it can compute.
     graphs: whether a step of one new token for each sequence is padded and, where the device can, recorded once and replayed
     (`serve.graphs`); None: where that can be recorded. Of some layers only no step is.
-    cache_dtype: of keys and values in the cache; None: of the weights
+    cache_dtype: of keys and values in the cache; None: of the weights. key_span: of `kernels.paged_attention.Pages`
     Raises DeviceError where no sequence of the model's length fits.
     """
 
@@ -58,7 +58,9 @@ class Runner:
         span: tuple[int, int] | None = None,
         graphs: bool | None = None,
         cache_dtype: torch.dtype | None = None,
+        key_span: int = SPAN,
     ):
+        self.key_span = key_span
         self.model = model.eval().requires_grad_(False)
         self.span = span or (0, len(model.layers))
         self.block_size, self.max_len = block_size, longest(model)
@@ -123,7 +125,7 @@ class Runner:
             whole[start : start + part.size].view(part.shape)
             for whole, start, part in zip([indices] * 5 + [sent] * 7, [0, *ends], parts, strict=False)
         ]
-        pages = Pages(found[3], found[11], tuple(counts), tuple(lengths), Rows(*found[5:11]))
+        pages = Pages(found[3], found[11], tuple(counts), tuple(lengths), Rows(*found[5:11]), self.key_span)
         return found[0], found[1], found[2], found[4], pages
 
     def _decode(self, sequences: int, recorded: bool) -> Decoding:
@@ -137,6 +139,7 @@ class Runner:
             vocab=self.model.config.vocab or 0,
             dtype=self.dtype,
             recorded=recorded,
+            key_span=self.key_span,
         )
 
     def _allocate(self, blocks: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.kernels.paged_attention import Pages, Singles, gathered_attention
+from meshwright.kernels.paged_attention import SPAN, Pages, Singles, gathered_attention
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,13 @@ class Case:
     page: int = 4
     window: int | None = None
     dtype: torch.dtype = torch.float64
+    span: int = SPAN
 
 
 CASES = {
     "decode": Case((1, 1, 1), (1, 7, 33)),
     "spans": Case((1, 1), (300, 530), page=16),
+    "short spans": Case((1, 1), (90, 530), page=16, span=128),
     "prefill": Case((5, 20), (5, 20)),
     "cached": Case((3, 17, 2), (9, 40, 66)),
     "mixed": Case((1, 18, 1, 4), (30, 18, 5, 90)),
@@ -54,7 +56,7 @@ def made(case: Case, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.T
             slots = (tables[row, :count, None] * case.page + torch.arange(case.page)).flatten()[:length]
             pool.flatten(0, 1)[slots] = drawn(length, case.kv_heads, case.features)
     q = drawn(sum(case.counts), case.heads, case.features)
-    return q, keys, values, Pages(torch.zeros(len(q), dtype=torch.int64), tables, case.counts, case.lengths)
+    return q, keys, values, Pages(torch.zeros(len(q), dtype=torch.int64), tables, case.counts, case.lengths, span=case.span)
 
 
 def difference(case: Case) -> float:

@@ -107,7 +107,7 @@ class Answers(ABC):
         self.model, self.tokenizer, self.prompts, self.each = model, tokenizer, prompts, each
         self.created = int(time.time())
         self.answers = [Answer() for _ in range(len(prompts) * each)]
-        self.usage_wanted = body.stream_options is not None and body.stream_options.include_usage
+        self.usage_wanted = body.stream_options is not None and body.stream_options.include_usage is True
 
     def requests(self, params: Sequence[SamplingParams]) -> list[Request]:
         """params: one an answer."""

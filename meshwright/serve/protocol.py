@@ -50,7 +50,8 @@ Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Token], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""One way to write a number: 7 and 07 would be two keys of one token."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -59,17 +60,24 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    include_usage: bool = Field(False, description="A last chunk with the usage and without choices.")
+    include_usage: bool | None = Field(None, description="A last chunk with the usage and without choices. Default false.")
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Strict):
     type: Literal["text"]
 
 
-class Sampling(Strict):
-    """What the two ways of generating have in common. null is the same as leaving a field out."""
+class Asked(Strict):
+    """What all requests have in common. In each of them null is the same as leaving an optional field out."""
 
     model: Text | None = Field(None, description="The served model's name; any other is answered with 404.")
+    user: None = None
+
+
+class Sampling(Asked):
+    """What the two ways of generating have in common."""
+
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0: the most likely token. Default 1.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
     top_k: Whole | None = Field(None, description="0, the default: all.")
@@ -108,7 +116,6 @@ class CompletionRequest(Sampling):
         description="Answers that are made, of which the n of the largest mean log-probability are given. Not in a stream.",
     )
     suffix: None = None
-    user: None = None
 
 
 class TextPart(Strict):
@@ -120,6 +127,12 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     name: Text | None = None
+    # an answer of OpenAI's library, given back as a message of the conversation, has these
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ChatRequest(Sampling):
@@ -147,7 +160,11 @@ class ChatRequest(Sampling):
     service_tier: None = None
     store: Literal[False] | None = None
     metadata: None = None
-    user: None = None
+    prompt_cache_key: None = None
+    prompt_cache_retention: None = None
+    safety_identifier: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 UNSUPPORTED = {
@@ -166,6 +183,11 @@ UNSUPPORTED = {
     "store": "nothing is stored",
     "metadata": "nothing is stored",
     "user": "nothing is stored",
+    "prompt_cache_key": "the server decides what it keeps",
+    "prompt_cache_retention": "the server decides what it keeps",
+    "safety_identifier": "nothing is stored",
+    "verbosity": "the chat template decides; see chat_template_kwargs",
+    "web_search_options": "nothing is searched",
     "dimensions": "embeddings have the model's width",
 }
 """Fields of OpenAI's API that are known and not supported, and why."""
@@ -174,8 +196,7 @@ UNIONS = ("prompt", "input", "stop")
 """Fields for which the checker has an error for each way that failed: their description is said instead."""
 
 
-class EmbeddingRequest(Strict):
-    model: Text | None = None
+class EmbeddingRequest(Asked):
     input: (
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -184,16 +205,13 @@ class EmbeddingRequest(Strict):
     ) = Field(description=TEXTS_OR_IDS)
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: little-endian fp32. Default float.")
     dimensions: None = None
-    user: None = None
 
 
-class ClassifyRequest(Strict):
-    model: Text | None = None
+class ClassifyRequest(Asked):
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)] = Field(description=TEXTS)
 
 
-class FillMaskRequest(Strict):
-    model: Text | None = None
+class FillMaskRequest(Asked):
     input: Text = Field(
         description="Text with the tokenizer's mask token in it, which /v1/models names; [MASK] means the same."
     )

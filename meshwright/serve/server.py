@@ -110,9 +110,7 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def run_server(
-    engine: Engine, options: ServerOptions, listener: socket.socket, *, say: Callable[[str], None] = print
-) -> int:
+def run_server(engine: Engine, options: ServerOptions, listener: socket.socket, *, say: Callable[[str], None] = print) -> int:
     """Serve until a signal or a failure. The exit code: 0 all requests were answered after SIGTERM, 143 the deadline cut some
     off, 130 Ctrl-C, 1 the engine failed.
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.serve.faults import ApiError, from_engine
-from meshwright.serve.protocol import (
+from meshwright.serve.protocol import Sampling
+from meshwright.serve.replies import (
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -26,7 +27,6 @@ from meshwright.serve.protocol import (
     Delta,
     ErrorBody,
     FinishReason,
-    Sampling,
     TokenLogprob,
     TopLogprob,
     Usage,

@@ -29,23 +29,25 @@ from meshwright.serve.metrics import CONTENT_TYPE
 from meshwright.serve.openapi import answers, describe
 from meshwright.serve.prompts import Prompts
 from meshwright.serve.protocol import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    FillMaskRequest,
+    Sampling,
+)
+from meshwright.serve.replies import (
     Candidate,
     ChatCompletion,
-    ChatRequest,
     Classification,
-    ClassifyRequest,
     ClassRow,
     Completion,
-    CompletionRequest,
     Embedding,
-    EmbeddingRequest,
     Embeddings,
     Filled,
-    FillMaskRequest,
     InputUsage,
     ModelCard,
     ModelList,
-    Sampling,
     State,
     dumped,
 )

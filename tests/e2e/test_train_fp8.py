@@ -48,6 +48,26 @@ def test_a_gpu_without_such_products_is_refused_before_it_is_taken(tmp_path, mon
     assert devices.fp8_findings(torch.device("cuda", 0)) == []
 
 
+def test_a_model_without_a_layer_for_it_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    """By the launcher, and where it can be built at all. Mutations tried: only the device is asked; sizes looked at after
+    `folder.create`, `sized` is not asked."""
+    monkeypatch.setattr("meshwright.distributed.launch.launch", lambda *rest, **more: pytest.fail("ranks were started"))
+    shape = {"layers": 2, "width": 24, "heads": 2, "ffn": 40}
+    config = e2e.settings(tmp_path / "config.yaml", precision="fp8", model=shape)
+    run = [f"--run.dir={tmp_path / 'run'}", f"--data.cache={tmp_path / 'cache'}"]
+    assert main(["train", str(config), "--nproc", "1", *run]) == 2
+    said = capsys.readouterr().err
+    assert "precision: fp8, but no linear layer of the blocks has sizes that are multiples of 16: " in said
+    assert (
+        "mlp.up (80 x 24), mlp.down (24 x 40)" in said
+        and "Use bf16, or other sizes in the model" in said
+        and "plan." not in said
+    ), said
+    assert main(["train", str(config), "--nproc", "1", "--model.heads=5", *run]) == 2  # cannot be built, which is said instead
+    assert "model.heads" in (said := capsys.readouterr().err) and "multiples of 16" not in said
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
+
+
 def test_what_splits_a_scale_is_refused(ranks, tmp_path):
     config = e2e.settings(tmp_path / "config.yaml", precision="fp8")
     with pytest.raises(LayoutError, match=r"plan\.precision: fp8, but the scales of fp8 are those of whole rows"):

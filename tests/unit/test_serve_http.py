@@ -296,9 +296,7 @@ def test_null_is_the_same_as_leaving_an_optional_field_out():
                     assert code == "unsupported_task" or answer.status_code == 200, (path, name, answer.text)
             options = {"include_usage": None, "include_obfuscation": None}
             answer = await here.post(CHAT, messages=[answered], stream=True, stream_options=options)
-            assert answer.status_code == 200 and all(
-                "usage" not in one or one["usage"] is None for one in chunks(answer.text)[:-1]
-            )
+            assert answer.status_code == 200 and all("usage" not in one for one in chunks(answer.text)[:-1])
             schemas = (await here.http.get("/openapi.json")).json()["components"]["schemas"]
             for name in ("CompletionRequest", "ChatRequest", "Message", "StreamOptions"):
                 for field, schema in schemas[name]["properties"].items():

@@ -78,10 +78,10 @@ def set_up(
     DataError, LayoutError, DeviceError, CheckpointError before anything of the run is written; what was prepared stays.
     """
     task = make_objective(resolved.config.objective, 2).task
-    early = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
-    early += missing_sinks(resolved.config.log)
+    wrong = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
+    early = wrong + missing_sinks(resolved.config.log)
     if resolved.config.precision == "fp8":
-        early += _fp8_findings(resolved.config, task, target.device_type, sized=not early)
+        early += _fp8_findings(resolved.config, task, target.device_type, sized=not wrong)
     if early:
         raise ConfigError(findings=early)
     folder.create(resume=resume)

@@ -7,7 +7,7 @@ import torch
 
 from meshwright.cli import main
 from meshwright.distributed import device as devices
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError, Finding, LayoutError
 from meshwright.runtime import setup
 from meshwright.runtime.user_plan import resolve_plan
 from meshwright.spec.layout import Layout
@@ -63,8 +63,11 @@ def test_a_model_without_a_layer_for_it_is_refused_before_anything_is_made(tmp_p
         and "Use bf16, or other sizes in the model" in said
         and "plan." not in said
     ), said
-    assert main(["train", str(config), "--nproc", "1", "--model.heads=5", *run]) == 2  # cannot be built, which is said instead
-    assert "model.heads" in (said := capsys.readouterr().err) and "multiples of 16" not in said
+    monkeypatch.setattr(setup, "missing_sinks", lambda log: [Finding("log.wandb", "is not installed")])
+    for more, sized in ([], True), (["--model.heads=5"], False):  # such a model cannot be built, which is said instead
+        assert main(["train", str(config), "--nproc", "1", *more, *run]) == 2
+        said = capsys.readouterr().err
+        assert "log.wandb" in said and ("multiples of 16" in said) == sized and ("model.heads" in said) != sized, said
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
 

@@ -20,7 +20,7 @@ def register(app: typer.Typer) -> None:
         ),
         no_key: bool = typer.Option(False, "--no-key", help="Let everybody in who reaches the address."),
         tp: int | None = typer.Option(
-            None, min=1, help="Ranks that hold each matrix together; default: as few as it fits, what --dp leaves."
+            None, min=1, help="Ranks that share each matrix; default: as few as it fits, or what --dp leaves."
         ),
         pp: int | None = typer.Option(None, min=1, help="Pipeline stages; default: 1, where tp is enough."),
         dp: int | None = typer.Option(None, min=1, help="Copies of the model; default: as many as there are devices for."),

@@ -12,9 +12,9 @@ import plotly.graph_objects as go
 
 from meshwright.bench.compare import load, measures_of
 from meshwright.bench.host.measures import shown
-from meshwright.bench.output import writing
 from meshwright.bench.serve_table import median_runs
 from meshwright.bench.table import NONE, OURS, Result, piped
+from meshwright.disk import write_whole
 from meshwright.errors import Finding, UserError
 
 __all__ = ["Kept", "Point", "history_table", "points", "read_folder", "results_of", "write_history"]
@@ -122,8 +122,7 @@ def write_history(path: Path, found: Sequence[Point]) -> None:
         parts.append(figure.to_html(full_html=False, include_plotlyjs=not parts))
     table = html.escape(history_table(found))
     page = f"<meta charset='utf-8'><title>history</title><style>{_STYLE}</style><pre>{table}</pre>{''.join(parts)}"
-    with writing(path):
-        path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")
+    write_whole(path, f"<!doctype html><html lang='en'>{page}</html>\n")
 
 
 def _series(found: Sequence[Point]) -> dict[tuple[Any, ...], list[Point]]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from meshwright.bench.host.measures import Measure
-from meshwright.bench.output import writing
 from meshwright.bench.table import Result, combined
+from meshwright.disk import write_whole
 
 __all__ = ["write_measures", "write_page"]
 
@@ -42,8 +42,7 @@ def write_measures(path: Path, table: str, measures: Sequence[Measure]) -> None:
 def _write(path: Path, table: str, parts: Sequence[str]) -> None:
     body = "".join(parts) or "<p>Nothing gave a result.</p>"
     page = f"<meta charset='utf-8'><title>benchmark</title><style>{_STYLE}</style><pre>{html.escape(table)}</pre>{body}"
-    with writing(path):
-        path.write_text(f"<!doctype html><html lang='en'>{page}</html>\n", encoding="utf-8")
+    write_whole(path, f"<!doctype html><html lang='en'>{page}</html>\n")
 
 
 def _figures(workload: str, results: Sequence[Result]) -> list[go.Figure]:

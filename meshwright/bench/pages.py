@@ -25,8 +25,8 @@ from typing import Any
 from meshwright.bench.compare import load, measures_of
 from meshwright.bench.history import results_of
 from meshwright.bench.host.measures import Measure, shown
-from meshwright.bench.output import write_whole
 from meshwright.bench.table import NONE, OURS, Result, limits_of, piped, ratio, scaling
+from meshwright.disk import write_whole
 from meshwright.errors import Finding, UserError
 
 __all__ = ["BLOCK", "COLUMNS", "MEASURED", "filled", "table_of"]

@@ -20,12 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright.bench.output import open_folder, write_whole, writing
+from meshwright.bench.output import open_folder
 from meshwright.bench.provenance import provenance
 from meshwright.bench.strategies import Strategy, strategy_lines
 from meshwright.bench.table import Result, combined, head, limits_of, markdown, notes, piped, scaling_lines
 from meshwright.bench.tasks import Settings, Task, check, plan, scaling_plan, strategy_plan
 from meshwright.bench.workloads import WORKLOADS
+from meshwright.disk import write_whole, writing
 
 __all__ = ["Outcome", "Shell", "described", "failure_of", "last_record", "present", "run"]
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.bench.output import open_folder, write_whole
+from meshwright.bench.output import open_folder
 from meshwright.bench.peers import Peer, missing
 from meshwright.bench.provenance import provenance
 from meshwright.bench.runner import SHORTEST, Shell, described, failure_of, free_port, last_record, present
@@ -20,6 +20,7 @@ from meshwright.bench.serve_table import serve_table
 from meshwright.bench.serve_work import shape_of
 from meshwright.bench.table import OURS, Result
 from meshwright.config.recipes import recipes
+from meshwright.disk import write_whole
 from meshwright.errors import Finding, UserError
 
 __all__ = ["DEFAULT", "SMOKE", "ServeOutcome", "ServeSettings", "ServeTask", "Work", "check", "parse_rows", "run", "serve_plan"]

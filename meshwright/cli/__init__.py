@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib
 import io
 import os
@@ -27,10 +26,6 @@ COMMANDS = {
     "devices": "What this machine has.",
     "doctor": "Check this machine and say what to mend.",
 }
-
-
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""What a disk says that takes nothing more, wherever in a command that is met."""
 
 
 def _usage() -> str:
@@ -82,6 +77,7 @@ def _speak_all_languages() -> None:
 def _run(name: str, args: list[str]) -> int:
     import typer
 
+    from meshwright.disk import is_full, unwritable
     from meshwright.errors import MeshwrightError
 
     # newer typer carries a click of its own, so the class is found by way of one that typer shows
@@ -106,8 +102,7 @@ def _run(name: str, args: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader went away; Python would complain at exit
         return 0
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if not is_full(error):  # which may be met wherever in a command
             raise
-        where = "" if error.filename is None else f"{error.filename}: "
-        print(f"meshwright {name}: {where}{error.strerror}. Free space, or name another folder", file=sys.stderr)
+        print(f"meshwright {name}: {unwritable(error.filename or '', error)}", file=sys.stderr)
         return 2

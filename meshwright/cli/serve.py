@@ -19,7 +19,9 @@ def register(app: typer.Typer) -> None:
             None, help="File with a key a line; default: the variable MESHWRIGHT_API_KEY, else no key."
         ),
         no_key: bool = typer.Option(False, "--no-key", help="Let everybody in who reaches the address."),
-        tp: int | None = typer.Option(None, min=1, help="Ranks that hold each matrix together; default: as few as it fits."),
+        tp: int | None = typer.Option(
+            None, min=1, help="Ranks that share each matrix; default: as few as it fits, or what --dp leaves."
+        ),
         pp: int | None = typer.Option(None, min=1, help="Pipeline stages; default: 1, where tp is enough."),
         dp: int | None = typer.Option(None, min=1, help="Copies of the model; default: as many as there are devices for."),
         devices: str | None = typer.Option(None, help="Numbers of the devices to use, e.g. 0,2."),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -27,6 +26,7 @@ from meshwright.data.sources import Entry, find
 from meshwright.data.streams import BLOCK, Meter
 from meshwright.data.tokenize import Form, Job
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.disk import is_full, unwritable
 from meshwright.errors import DataError, DeviceError, Finding, counted
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ __all__ = ["OtherCorpus", "Update", "prepare"]
 
 SHARD_BYTES = 1 << 30
 CHUNK_PIECES = 4096
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,9 @@ def prepare(
         ready = run.ready(overwrite)
         return ready if ready is not None else run.go(workers or available_cores())
     except OSError as error:
-        if error.errno in FULL:
-            raise _no_space(out, error) from None
+        if is_full(error):
+            then = "The same command goes on after the chunks that are finished"
+            raise unwritable(out, error, then) from None
         if error.filename is None:
             raise
         raise DeviceError(findings=[Finding(str(error.filename), f"cannot be used: {error.strerror}")]) from None
@@ -105,13 +105,6 @@ def prepare(
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _no_space(out: Path, error: OSError) -> DeviceError:
-    free = shutil.disk_usage(out).free
-    what = f"cannot be written any further: {error.strerror} ({free / 2**20:,.1f} MiB free)"
-    fix = "Make room and run the same command again: it goes on after the chunks that are finished"
-    return DeviceError(findings=[Finding(str(out), what, fix)])
 
 
 def _check(sources: Sequence[Source], objective: str, on_bad_row: str) -> None:

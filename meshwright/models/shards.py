@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from meshwright.compat import save_tensors
+from meshwright.disk import NO_ROOM_FIX, readable, unwritable
 from meshwright.errors import CheckpointError, DeviceError, Finding
 
 __all__ = ["INDEX", "Shards", "new_folder", "read_json", "write_shards"]
@@ -192,14 +193,15 @@ def new_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
         partial.mkdir(parents=True)
         free = shutil.disk_usage(partial).free
         if free < needed_bytes:
-            what = f"{needed_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free"
-            raise DeviceError(findings=[Finding(str(folder.parent), what, "Free some space or give another folder")])
+            what = f"{readable(needed_bytes)} are needed, {readable(free)} are free"
+            raise DeviceError(findings=[Finding(str(folder.parent), what, NO_ROOM_FIX)])
         yield partial
         if folder.exists():
             folder.rmdir()
         os.replace(partial, folder)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise DeviceError(findings=[Finding(str(folder), f"cannot be written: {reason}")]) from None
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    except SafetensorError as error:
+        raise DeviceError(findings=[Finding(str(folder), f"cannot be written: {error}", NO_ROOM_FIX)]) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshwright.disk import replacing
 from meshwright.errors import Finding, UserError
 
 __all__ = ["REQUIRED", "MetricsWriter", "perplexity", "read_metrics"]
@@ -42,12 +42,8 @@ class MetricsWriter:
         self.path = Path(path)
         kept = [record for record in read_metrics(self.path) if record["step"] <= resume_step] if self.path.exists() else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        aside = self.path.with_name(f".{self.path.name}.new")
-        with open(aside, "w", encoding="utf-8") as file:
+        with replacing(self.path) as file:
             file.writelines(_line(record) for record in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, self.path)
         self.last_step = kept[-1]["step"] if kept else 0
         """Step of the newest line; after opening, smaller than `resume_step` if lines of the run are missing."""
         self.process = 1 + max((record.get("process", 1) for record in kept), default=0)

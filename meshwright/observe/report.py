@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from meshwright.disk import write_whole
 from meshwright.errors import Finding, UserError
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.summary import Summary, load_facts, rows_of, summarise
@@ -68,12 +68,7 @@ def write_report(run_dir: str | Path) -> Path:
         raise UserError(findings=[Finding(str(_metrics_path(run_dir)), "holds no step yet", "Train at least one step first")])
     page = _page(run_dir, records)
     path = run_dir / "report.html"
-    aside = run_dir / ".report.html.new"
-    try:
-        aside.write_text(page, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as error:
-        raise UserError(findings=[Finding(str(path), f"cannot be written: {error.strerror}")]) from None
+    write_whole(path, page)
     return path
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.disk import write_whole
 from meshwright.observe.metrics import perplexity
 
 __all__ = ["Summary", "duration", "load_facts", "rows_of", "save_facts", "summarise"]
@@ -171,9 +171,7 @@ def save_facts(run_dir: str | Path, *, machine: dict[str, Any] | None = None, su
     """Keep what a report needs beside metrics: machine.json (any flat facts: devices, versions) and summary.json."""
     for name, value in ((MACHINE, machine), (SUMMARY, summary.to_dict() if summary else None)):
         if value is not None:
-            aside = Path(run_dir) / f".{name}.new"
-            aside.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-            os.replace(aside, Path(run_dir) / name)
+            write_whole(Path(run_dir) / name, json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n")
 
 
 def load_facts(run_dir: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.config.schema import Config, Source
+from meshwright.disk import room
 from meshwright.errors import DataError, DeviceError, Finding
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def prepare_corpus(
         except OSError as error:
             what = f"{path} cannot be made: {error.strerror}"
             raise DeviceError(findings=[Finding(where, what, "Choose a folder that can be written")]) from None
-    with _room(base):
+    with room(base):
         tokenizer, tokenizer_path = _tokenizer(config, base, own, say)
 
     def store(kind: str, number: int, source: Source) -> Path:
@@ -152,7 +153,7 @@ def prepare_corpus(
     train = tuple(store("train", i, source) for i, source in enumerate(config.data.train))
     valid = tuple(store("valid", i, source) for i, source in enumerate(config.data.valid))
     corpus = Corpus(train, valid, tokenizer_path.absolute())
-    with _room(folder):
+    with room(folder):
         corpus.save(folder)
     return corpus
 
@@ -161,20 +162,6 @@ def _others(path: Path, what: str) -> DataError:
     """What lies under data.cache was made from something else."""
     fix = "Another run may need it: name another data.cache, or remove this folder"
     return DataError(findings=[Finding(str(path), what, fix)])
-
-
-@contextlib.contextmanager
-def _room(folder: Path) -> Iterator[None]:
-    """Around what writes into `folder`. Raises DeviceError where the disk takes nothing more."""
-    from meshwright.data.prepare import FULL
-
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        fix = "Free space, or name another folder"
-        raise DeviceError(findings=[Finding(str(folder), f"cannot be written: {error.strerror}", fix)]) from None
 
 
 def _prepared(source: Source) -> Path | None:

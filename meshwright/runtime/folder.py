@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config.load import Resolved, load_config
-from meshwright.errors import DeviceError, Finding, UserError
+from meshwright.disk import write_whole
+from meshwright.errors import DeviceError, Finding
 
 __all__ = ["RunFolder"]
 
@@ -101,13 +102,13 @@ class RunFolder:
         """The resolved values as YAML, each with where it came from as a comment."""
         lines = ["# Every value of this run and where it came from."]
         _emit(resolved.config.model_dump(mode="json"), "", 0, {key: place for key, _, place in resolved.table()}, lines)
-        _replace(self.config, "\n".join(lines) + "\n")
+        write_whole(self.config, "\n".join(lines) + "\n")
 
     def read_config(self) -> Resolved:
         return load_config(self.config)
 
     def write_result(self, values: Mapping[str, Any]) -> None:
-        _replace(self.result, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
+        write_whole(self.result, json.dumps(values, indent=2, ensure_ascii=False) + "\n")
 
     def read_result(self) -> dict[str, Any]:
         try:
@@ -125,15 +126,3 @@ def _emit(values: Mapping[str, Any], prefix: str, depth: int, places: Mapping[st
         else:
             place = places.get(dotted) or places.get(f"{dotted}.0.path") or "default"
             lines.append(f"{'  ' * depth}{key}: {json.dumps(value, ensure_ascii=False)}  # {place}")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write aside, then rename, so that a reader never sees half a file."""
-    aside = path.with_name(f".{path.name}.new")
-    try:
-        aside.write_text(text, encoding="utf-8")
-        os.replace(aside, path)
-    except OSError as error:
-        raise UserError(
-            findings=[Finding(str(path), f"cannot be written: {error.strerror}", "Free space or choose another folder")]
-        ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from meshwright.config.load import Resolved
 from meshwright.config.schema import Config
 from meshwright.distributed import device as devices
 from meshwright.errors import ConfigError, DataError, DeviceError, Finding, LayoutError, MeshwrightError, counted
+from meshwright.models import build
 from meshwright.observe.metrics import read_metrics
 from meshwright.observe.sinks import missing_sinks
 from meshwright.observe.trace import Profile
@@ -25,6 +26,7 @@ from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.identity import identity, refuse_other_replicas, refuse_other_run, saved_meta
 from meshwright.spec import model_rules
 from meshwright.spec.counts import parameter_count
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
 from meshwright.spec.slow_links import sync_findings
@@ -76,10 +78,10 @@ def set_up(
     DataError, LayoutError, DeviceError, CheckpointError before anything of the run is written; what was prepared stays.
     """
     task = make_objective(resolved.config.objective, 2).task
-    early = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
-    early += missing_sinks(resolved.config.log)
+    wrong = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
+    early = wrong + missing_sinks(resolved.config.log)
     if resolved.config.precision == "fp8":
-        early += devices.fp8_findings(devices.rank_device(target.device_type, 0))
+        early += _fp8_findings(resolved.config, task, target.device_type, sized=not wrong)
     if early:
         raise ConfigError(findings=early)
     folder.create(resume=resume)
@@ -224,6 +226,22 @@ def _unfit(plan: Plan, given: dict[str, Any], config: Config, task: str, device_
         what = f"says precision {plan.precision}, but the config says {config.precision}"
         findings.append(Finding("--plan", what, "Change one of them"))
     return findings
+
+
+def _fp8_findings(config: Config, task: str, device_type: str, sized: bool) -> list[Finding]:
+    """Why this model cannot train in fp8 on such devices: what the ranks would say once they had built it. sized: its numbers
+    are in order, so that it can be built here, without values."""
+    from meshwright.parallel.fp8 import multiply_in_fp8
+
+    device = devices.rank_device(device_type, 0)
+    if (findings := devices.fp8_findings(device)) or not sized:
+        return findings
+    model = build(_with_vocab(config, 1 << 20), task)
+    try:
+        multiply_in_fp8(model, Plan(Layout(), precision="fp8"), device)
+    except LayoutError as error:
+        return [replace(finding, where="precision") for finding in error.findings]
+    return []
 
 
 def _with_vocab(config: Config, vocab: int):

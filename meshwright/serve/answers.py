@@ -13,7 +13,8 @@ from typing import Any, Literal
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.errors import MeshwrightError
 from meshwright.serve.faults import ApiError, from_engine
-from meshwright.serve.protocol import (
+from meshwright.serve.protocol import Sampling
+from meshwright.serve.replies import (
     ChatAnswer,
     ChatChoice,
     ChatChunk,
@@ -26,7 +27,6 @@ from meshwright.serve.protocol import (
     Delta,
     ErrorBody,
     FinishReason,
-    Sampling,
     TokenLogprob,
     TopLogprob,
     Usage,
@@ -107,7 +107,7 @@ class Answers(ABC):
         self.model, self.tokenizer, self.prompts, self.each = model, tokenizer, prompts, each
         self.created = int(time.time())
         self.answers = [Answer() for _ in range(len(prompts) * each)]
-        self.usage_wanted = body.stream_options is not None and body.stream_options.include_usage
+        self.usage_wanted = body.stream_options is not None and body.stream_options.include_usage is True
 
     def requests(self, params: Sequence[SamplingParams]) -> list[Request]:
         """params: one an answer."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import ipaddress
 import json
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +19,7 @@ from meshwright.serve.gate import VARIABLE, Keys, read_keys
 from meshwright.serve.http import Limits
 from meshwright.serve.layout import Serving
 from meshwright.serve.loading import phase, say
-from meshwright.serve.server import LAST_S, ServerOptions, run_server
+from meshwright.serve.server import LAST_S, ServerOptions, reserve, run_server
 
 __all__ = ["ServeCommand"]
 
@@ -42,27 +44,42 @@ class ServeCommand:
         return Fleet(self.model, self.engine, self.name, self.devices)
 
     def run(self) -> int:
-        """Load and serve; the exit code. Raises UserError with all findings before anything is loaded."""
+        """Load and serve; the exit code. Raises UserError with all findings before anything is loaded or started."""
         findings, keys = self._check()
-        serving, more = self.fleet.plan()
-        if findings or serving is None:
-            raise UserError(findings=[*findings, *more])
+        with contextlib.ExitStack() as held:
+            try:
+                listener = held.enter_context(reserve(self.options.host, self.options.port))
+            except UserError as error:
+                findings += error.findings
+            serving, more = self.fleet.plan()
+            if findings or serving is None:
+                raise UserError(findings=[*findings, *more])
+            return self._start(serving, listener, keys)
+
+    def _start(self, serving: Serving, listener: socket.socket, keys: Keys | None) -> int:
         say(f"plan: {serving}")
         if self.dry_run:
             return 0
         if serving.ranks > 1 or self.devices is not None:
+            listener.close()  # the first rank takes it, before it loads
             rank = json.dumps({"command": dataclasses.asdict(self), "serving": dataclasses.asdict(serving)})
             return self.fleet.launch(serving, ["-m", "meshwright.serve.command", rank], self.options.drain_s + 2 * LAST_S)
         with phase(f"load {self.model}"):
             engine = self.fleet.load(serving)
-        return self._serve(engine, keys)
+        return self._serve(engine, keys, listener)
 
     def as_rank(self, serving: Serving) -> int:
         """One rank of several."""
-        return self.fleet.as_rank(serving, lambda engine: self._serve(engine, self._check()[1]))
+        with contextlib.ExitStack() as held:
+            listener: list[socket.socket] = []
 
-    def _serve(self, engine: Engine, keys: Keys | None) -> int:
-        return run_server(engine, dataclasses.replace(self.options, keys=keys), say=say)
+            def before() -> None:
+                listener.append(held.enter_context(reserve(self.options.host, self.options.port)))
+
+            return self.fleet.as_rank(serving, lambda engine: self._serve(engine, self._check()[1], *listener), before)
+
+    def _serve(self, engine: Engine, keys: Keys | None, listener: socket.socket) -> int:
+        return run_server(engine, dataclasses.replace(self.options, keys=keys), listener, say=say)
 
     def _check(self) -> tuple[list[Finding], Keys | None]:
         findings: list[Finding] = []

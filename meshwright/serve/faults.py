@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 
 from meshwright.errors import MeshwrightError, UserError
 from meshwright.serve.contract import Busy, NotReady
-from meshwright.serve.protocol import UNIONS, UNSUPPORTED, ErrorBody, ErrorDetail, dumped
+from meshwright.serve.protocol import UNIONS, UNSUPPORTED
+from meshwright.serve.replies import ErrorBody, ErrorDetail, dumped
 
 __all__ = ["ApiError", "from_engine", "from_validation", "mask_missing", "response_of"]
 

@@ -108,13 +108,16 @@ class Fleet:
             code = launch(argv, nproc=serving.ranks, devices=self.devices, grace=grace, env=env)
             return int(outcome.read_text()) if outcome.is_file() and code in BY_SIGNAL else code
 
-    def as_rank(self, serving: Serving, job: Callable[[Engine], int]) -> int:
-        """One rank of `launch`. job: of the first rank, gives its exit code and closes the engine."""
+    def as_rank(self, serving: Serving, job: Callable[[Engine], int], before: Callable[[], None] = lambda: None) -> int:
+        """One rank of `launch`. job: of the first rank, gives its exit code and closes the engine. before: of the first rank,
+        what it does before it loads."""
         kind = devices.pick(self.engine.get("device"))
         with init_world(read_world(), kind) as ranks:
             if ranks.rank:
                 for number in (signal.SIGTERM, signal.SIGINT):  # the first rank ends, and then says so
                     signal.signal(number, signal.SIG_IGN)
+            else:
+                before()
             with phase(f"load {self.model} on {ranks.size} ranks"):
                 engine = self.load(serving)
             lines = meet(ranks.control, ranks.rank, serving.leads[1:]) if serving.dp > 1 else []

@@ -21,6 +21,7 @@ from meshwright.data.tokenize import Form
 from meshwright.errors import MeshwrightError
 from meshwright.serve import page
 from meshwright.serve.answers import Answers, ChatAnswers, CompletionAnswers, sampling
+from meshwright.serve.body import BodyRoute, RepeatedKey
 from meshwright.serve.encoder_work import EncoderWork
 from meshwright.serve.faults import ApiError, from_engine, from_validation, mask_missing, response_of
 from meshwright.serve.gate import Gate, Keys
@@ -28,23 +29,25 @@ from meshwright.serve.metrics import CONTENT_TYPE
 from meshwright.serve.openapi import answers, describe
 from meshwright.serve.prompts import Prompts
 from meshwright.serve.protocol import (
+    ChatRequest,
+    ClassifyRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    FillMaskRequest,
+    Sampling,
+)
+from meshwright.serve.replies import (
     Candidate,
     ChatCompletion,
-    ChatRequest,
     Classification,
-    ClassifyRequest,
     ClassRow,
     Completion,
-    CompletionRequest,
     Embedding,
-    EmbeddingRequest,
     Embeddings,
     Filled,
-    FillMaskRequest,
     InputUsage,
     ModelCard,
     ModelList,
-    Sampling,
     State,
     dumped,
 )
@@ -302,6 +305,7 @@ def create_app(service: Service, *, keys: Keys | None = None, limits: Limits | N
     routes = Routes(service, limits)
     # the pages that FastAPI makes of the document load scripts from elsewhere
     app = FastAPI(title="Meshwright", version=__version__, docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+    app.router.route_class = BodyRoute
     stream, tasks = "text/event-stream", routes.tasks
     _post(app, "/v1/completions", routes.complete, answers(Completion, stream=stream), "generate" in tasks)
     _post(app, "/v1/chat/completions", routes.chat, answers(ChatCompletion, stream=stream), "generate" in tasks)
@@ -355,6 +359,8 @@ def _handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if isinstance(error, RepeatedKey):
+            return response_of(ApiError(400, error.detail, code="repeated_key", param=error.key))
         if error.status_code == 400:  # of the reader of the body, for all that is no plain mistake of syntax
             text = "the body is not valid JSON in UTF-8, is nested too deeply, or has a number of too many digits"
             return response_of(ApiError(400, text, code="invalid_json"))

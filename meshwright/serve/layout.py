@@ -1,7 +1,8 @@
 """How a model is spread over the devices of this machine to be served: tp x pp ranks hold it together, dp times. No torch here.
 
 The fewest ranks with which it fits hold it together, all other devices are copies: a copy answers as many requests as the one
-before, while ranks that share a model wait for each other in every layer.
+before, while ranks that share a model wait for each other in every layer. What was asked for is kept as it is: devices that it
+leaves over get copies, or where those were asked for share its matrices; never more stages, which make no answer faster.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def choose_serving(
     """given: those of tp, pp and dp that were asked for. device_bytes: memory of a device; None: a CPU, which has as many ranks
     as are asked for. item: bytes of a weight. matrix_item, cache_item: as of `held_bytes`.
 
-    On accelerators every device is used: the first of the layouts by (ranks of a copy, pp) that holds the model with a sequence
-    of its full length (`held_bytes`; not asked where both tp and pp are given).
+    On accelerators it is the first layout that holds the model with a sequence of its full length (`held_bytes`; not asked
+    where both tp and pp are given), by devices that are idle, ranks of a copy and pp; where dp is given by pp first. The reason
+    says what was added to what was asked for, and what is idle.
     Raises LayoutError with everything that is wrong.
     """
     findings = [*_unsplittable(model, task, given)]
@@ -72,15 +74,15 @@ def choose_serving(
     if device_bytes is None:
         why = "as asked" if given else "a CPU has one rank where no more are asked for"
         return Serving(**given, reason=why)
-    shapes = [shape for shape in _shapes(model, task, devices) if shape.items() >= given.items()]
+    shapes = _shapes(model, task, given, devices)
     if not shapes:
         asked = " x ".join(f"{key} {given[key]}" for key in ("tp", "pp", "dp") if key in given)
         what = f"{asked} {'are' if len(given) > 1 else 'is'} {counted(math.prod(given.values()), 'rank')}"
         what += f", and there {'is' if devices == 1 else 'are'} {counted(devices, 'device')} to use"
-        fix = f"Sizes with a product of {devices} use all; leave some out to have them chosen, or name fewer --devices"
+        fix = f"Sizes with a product of {devices} or less can be; leave some out to have them chosen"
         raise LayoutError(findings=[Finding(", ".join(f"--{key}" for key in given), what, fix)])
     if task != "lm":
-        return Serving(**shapes[0], reason=f"a copy of the encoder on each of {counted(devices, 'device')}")
+        return Serving(**shapes[0], reason=f"a copy of the encoder on each of {_used(shapes[0], devices)}")
     return _first_that_fits(model, shapes, given, devices, device_bytes, (item, matrix_item, cache_item))
 
 
@@ -112,12 +114,18 @@ def _unsplittable(model: ModelConfig, task: str, given: Mapping[str, int]) -> It
         yield Finding("--pp", found.what, f"Use --pp {model.layers} or less")
 
 
-def _shapes(model: ModelConfig, task: str, devices: int) -> list[dict[str, int]]:
-    """Every layout that uses all devices and can have this model, those with the fewest ranks a copy first."""
-    sizes = [size for size in range(1, devices + 1) if devices % size == 0 and (task == "lm" or size == 1)]
-    pairs = [(size // pp, pp) for size in sizes for pp in range(1, size + 1) if size % pp == 0]
+def _shapes(model: ModelConfig, task: str, given: Mapping[str, int], devices: int) -> list[dict[str, int]]:
+    """Every layout of what is given that this model can have on so many devices, the most wanted first."""
+    sizes = range(1, devices + 1 if task == "lm" else 2)
+    pairs = [(tp, pp) for tp in sizes for pp in sizes if tp * pp * given.get("dp", 1) <= devices]
     legal = [(tp, pp) for tp, pp in pairs if not [*_unsplittable(model, task, {"tp": tp, "pp": pp})]]
-    return [{"tp": tp, "pp": pp, "dp": devices // (tp * pp)} for tp, pp in legal]
+    shapes = [{"tp": tp, "pp": pp, "dp": given.get("dp", devices // (tp * pp))} for tp, pp in legal]
+
+    def order(shape: dict[str, int]) -> tuple[int, int, int, int]:
+        together = shape["tp"] * shape["pp"]
+        return shape["pp"] if "dp" in given else 0, devices - together * shape["dp"], together, shape["pp"]
+
+    return sorted((shape for shape in shapes if shape.items() >= given.items()), key=order)
 
 
 def _first_that_fits(
@@ -128,17 +136,31 @@ def _first_that_fits(
     device_bytes: int,
     items: tuple[int, int | None, int | None],
 ) -> Serving:
-    asked, told = "tp" in given and "pp" in given, list[str]()
+    asked, tried = "tp" in given and "pp" in given, list[tuple[int, str]]()
     for shape in shapes:
         weights, cache = held_bytes(model, shape["tp"], shape["pp"], *items)
         need = f"{weights / GIB:.1f} GiB of weights and {cache / GIB:.2f} for a sequence of {model.max_len}"
         if asked or (weights <= WEIGHT_SHARE * device_bytes and weights + cache <= SHARE * device_bytes):
-            before = f"; {told[-1]} would not fit" if told else ""
-            reason = f"{need} of {device_bytes / GIB:.1f} GiB a device, on {counted(devices, 'device')}{before}"
-            return Serving(**shape, reason=f"as asked, {reason}" if given else reason)
-        told.append(f"tp {shape['tp']} x pp {shape['pp']} with {need}")
-    what = (
-        f"{told[-1]} does not fit {device_bytes / GIB:.1f} GiB a device: weights may take {WEIGHT_SHARE:.0%}, both {SHARE:.0%}"
-    )
+            before = f"; {min(tried)[1]} would not fit" if tried else ""
+            reason = f"{need} of {device_bytes / GIB:.1f} GiB a device, on {_used(shape, devices)}{before}"
+            return Serving(**shape, reason=f"{_asked(shape, given)}, {reason}" if given else reason)
+        tried.append((weights + cache, f"tp {shape['tp']} x pp {shape['pp']} with {need}"))
+    limit = f"{device_bytes / GIB:.1f} GiB a device: weights may take {WEIGHT_SHARE:.0%}, both {SHARE:.0%}"
+    what = f"{min(tried)[1]} does not fit {limit}"
     fix = "Use more or larger devices, or give --tp and --pp to try all the same"
     raise LayoutError(findings=[Finding("devices", what, fix)])
+
+
+def _asked(shape: Mapping[str, int], given: Mapping[str, int]) -> str:
+    """ "as asked", and what was added to it."""
+    added = [f"{axis} {size}" for axis, size in shape.items() if axis not in given and size > 1]
+    return f"as asked, with {' and '.join(added)} added" if added else "as asked"
+
+
+def _used(shape: Mapping[str, int], devices: int) -> str:
+    """ "8 devices", or "6 of 8 devices, 2 are idle"."""
+    used = math.prod(shape.values())
+    idle = devices - used
+    return (
+        counted(devices, "device") if not idle else f"{used} of {devices} devices, {idle} {'is' if idle == 1 else 'are'} idle"
+    )

@@ -9,7 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
 from meshwright.serve.gate import OPEN
-from meshwright.serve.protocol import ErrorBody
+from meshwright.serve.replies import ErrorBody
 
 __all__ = ["answers", "describe"]
 

@@ -1,4 +1,4 @@
-"""Requests and answers in the shape of OpenAI's API, and ours beside them.
+"""Requests in the shape of OpenAI's API, and ours beside them.
 
 Types are strict (`"5"` and `true` are no numbers) and no field is ignored: one that is unknown, or known and not supported,
 is an error that names it. A field that means "no, thank you" (`"tools": null`) is taken.
@@ -12,22 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from meshwright.serve.sampling import MAX_LOGPROBS
 
-__all__ = [
-    "ChatChunk",
-    "ChatCompletion",
-    "ChatRequest",
-    "Classification",
-    "ClassifyRequest",
-    "Completion",
-    "CompletionRequest",
-    "EmbeddingRequest",
-    "Embeddings",
-    "ErrorBody",
-    "FillMaskRequest",
-    "Filled",
-    "ModelList",
-    "State",
-]
+__all__ = ["ChatRequest", "ClassifyRequest", "CompletionRequest", "EmbeddingRequest", "FillMaskRequest"]
 
 MAX_N = 16
 """Most answers to a prompt."""
@@ -50,7 +35,8 @@ Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Token], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-TokenKey = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+"""One way to write a number: 7 and 07 would be two keys of one token."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -59,17 +45,24 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    include_usage: bool = Field(False, description="A last chunk with the usage and without choices.")
+    include_usage: bool | None = Field(None, description="A last chunk with the usage and without choices. Default false.")
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Strict):
     type: Literal["text"]
 
 
-class Sampling(Strict):
-    """What the two ways of generating have in common. null is the same as leaving a field out."""
+class Asked(Strict):
+    """What all requests have in common. In each of them null is the same as leaving an optional field out."""
 
     model: Text | None = Field(None, description="The served model's name; any other is answered with 404.")
+    user: None = None
+
+
+class Sampling(Asked):
+    """What the two ways of generating have in common."""
+
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="0: the most likely token. Default 1.")
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="Default 1.")
     top_k: Whole | None = Field(None, description="0, the default: all.")
@@ -108,7 +101,6 @@ class CompletionRequest(Sampling):
         description="Answers that are made, of which the n of the largest mean log-probability are given. Not in a stream.",
     )
     suffix: None = None
-    user: None = None
 
 
 class TextPart(Strict):
@@ -120,6 +112,12 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     name: Text | None = None
+    # an answer of OpenAI's library, given back as a message of the conversation, has these
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ChatRequest(Sampling):
@@ -147,7 +145,11 @@ class ChatRequest(Sampling):
     service_tier: None = None
     store: Literal[False] | None = None
     metadata: None = None
-    user: None = None
+    prompt_cache_key: None = None
+    prompt_cache_retention: None = None
+    safety_identifier: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 UNSUPPORTED = {
@@ -166,6 +168,11 @@ UNSUPPORTED = {
     "store": "nothing is stored",
     "metadata": "nothing is stored",
     "user": "nothing is stored",
+    "prompt_cache_key": "the server decides what it keeps",
+    "prompt_cache_retention": "the server decides what it keeps",
+    "safety_identifier": "nothing is stored",
+    "verbosity": "the chat template decides; see chat_template_kwargs",
+    "web_search_options": "nothing is searched",
     "dimensions": "embeddings have the model's width",
 }
 """Fields of OpenAI's API that are known and not supported, and why."""
@@ -174,8 +181,7 @@ UNIONS = ("prompt", "input", "stop")
 """Fields for which the checker has an error for each way that failed: their description is said instead."""
 
 
-class EmbeddingRequest(Strict):
-    model: Text | None = None
+class EmbeddingRequest(Asked):
     input: (
         Text
         | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
@@ -184,205 +190,14 @@ class EmbeddingRequest(Strict):
     ) = Field(description=TEXTS_OR_IDS)
     encoding_format: Literal["float", "base64"] | None = Field(None, description="base64: little-endian fp32. Default float.")
     dimensions: None = None
-    user: None = None
 
 
-class ClassifyRequest(Strict):
-    model: Text | None = None
+class ClassifyRequest(Asked):
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS)] = Field(description=TEXTS)
 
 
-class FillMaskRequest(Strict):
-    model: Text | None = None
+class FillMaskRequest(Asked):
     input: Text = Field(
         description="Text with the tokenizer's mask token in it, which /v1/models names; [MASK] means the same."
     )
     top_k: Annotated[int, Field(ge=1, le=100), WHOLE] | None = Field(None, description="Candidates for each mask. Default 5.")
-
-
-# ---- answers ------------------------------------------------------------------------------------------------------------
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class InputUsage(BaseModel):
-    prompt_tokens: int
-    total_tokens: int
-
-
-FinishReason = Literal["stop", "length"]
-
-
-class CompletionLogprobs(BaseModel):
-    """text_offset: where a token begins in the text, counting the tokens' own texts."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
-    text_offset: list[int]
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None
-
-
-class Completion(BaseModel):
-    """Also what a chunk of a stream is."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class TopLogprob(BaseModel):
-    """bytes: UTF-8 of the token, null where it is a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
-
-
-class ChatAnswer(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: ChatAnswer
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(BaseModel):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class Delta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChunkChoice(BaseModel):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None
-
-
-class ChatChunk(BaseModel):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
-
-
-class Embedding(BaseModel):
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class Embeddings(BaseModel):
-    object: Literal["list"] = "list"
-    model: str
-    data: list[Embedding]
-    usage: InputUsage
-
-
-class ClassRow(BaseModel):
-    """label, score: the likeliest class. scores: probability of every class."""
-
-    index: int
-    label: str
-    score: float
-    scores: dict[str, float]
-
-
-class Classification(BaseModel):
-    object: Literal["list"] = "list"
-    model: str
-    data: list[ClassRow]
-    usage: InputUsage
-
-
-class Candidate(BaseModel):
-    """sequence: the text with this token in the mask's place (other masks stay)."""
-
-    token: int
-    token_str: str
-    score: float
-    sequence: str
-
-
-class Filled(BaseModel):
-    """data: for each mask, in order, its candidates, the likeliest first."""
-
-    object: Literal["list"] = "list"
-    model: str
-    data: list[list[Candidate]]
-    usage: InputUsage
-
-
-class ModelCard(BaseModel):
-    """max_model_len: most tokens of prompt and answer. tasks: what it answers. mask_token: for fill-mask."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str
-    max_model_len: int
-    tasks: list[str]
-    mask_token: str | None = None
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class State(BaseModel):
-    """status: "ok"; or of /ready "not ready", with the reason."""
-
-    status: str
-    reason: str | None = None
-
-
-class ErrorDetail(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(BaseModel):
-    error: ErrorDetail
-
-
-def dumped(model: BaseModel) -> dict[str, Any]:
-    return model.model_dump(mode="json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
 import sys
@@ -19,12 +20,14 @@ from meshwright.serve.gate import Keys
 from meshwright.serve.http import Limits, create_app
 from meshwright.serve.service import Service
 
-__all__ = ["ServerOptions", "run_server"]
+__all__ = ["ServerOptions", "reserve", "run_server"]
 
 HEADER_S = 10.0
 """A connection that has not sent the head of a request within so many seconds is closed."""
 LAST_S = 5.0
 """After the drain: for the last bytes of answers that are made."""
+OTHER_HOST = "Name one that it has, as 127.0.0.1, or 0.0.0.0 for all"
+OTHER_PORT = "Name another port; 0 takes a free one"
 
 
 @dataclass(frozen=True)
@@ -107,14 +110,15 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
 
-def run_server(engine: Engine, options: ServerOptions, *, say: Callable[[str], None] = print) -> int:
+def run_server(engine: Engine, options: ServerOptions, listener: socket.socket, *, say: Callable[[str], None] = print) -> int:
     """Serve until a signal or a failure. The exit code: 0 all requests were answered after SIGTERM, 143 the deadline cut some
     off, 130 Ctrl-C, 1 the engine failed.
 
-    The engine is closed at the end in any case. Raises DeviceError when the port is taken.
+    listener: of `reserve`. It and the engine are closed at the end in any case. Raises DeviceError when another process was
+    the first to listen there.
     """
     try:
-        listener = _bind(options.host, options.port)
+        _listen(listener, options.host, options.port)
     except BaseException:
         engine.close()
         raise
@@ -141,9 +145,8 @@ async def _serve(engine: Engine, options: ServerOptions, listener: socket.socket
     service.on_failure(lambda reason: server.fail())
     service.start()
     host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
     who = "with a key" if options.keys else "open to all who reach it"
-    say(f"ready: http://{shown}:{port}  model {engine.model_name}  {who}")
+    say(f"ready: http://{_address(host, port)}  model {engine.model_name}  {who}")
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -159,18 +162,42 @@ async def _serve(engine: Engine, options: ServerOptions, listener: socket.socket
     return 0
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def reserve(host: str, port: int) -> socket.socket:
+    """A socket that has the address and does not listen yet: until it does, who connects is refused and need not wait.
+
+    Raises DeviceError where the host is none of this machine or the port cannot be had.
+    """
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         listener = socket.socket(family, kind, number)
-    except OSError as error:
-        raise DeviceError(findings=[Finding("--host", f"{host} is no address of this machine: {error.strerror}")]) from None
+    except (OSError, UnicodeError) as error:
+        what = f"{host} is no address of this machine: {getattr(error, 'strerror', None) or error}"
+        raise DeviceError(findings=[Finding("--host", what, OTHER_HOST)]) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _refused(host, port, error) from None
+    return listener
+
+
+def _listen(listener: socket.socket, host: str, port: int) -> None:
+    """Of two that have reserved the same port the second one to listen is refused."""
+    try:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        what = f"{host}:{port} cannot be used: {error.strerror}"
-        raise DeviceError(findings=[Finding("--port", what, "Name another one; 0 takes a free one")]) from None
-    return listener
+        raise _refused(host, port, error) from None
+
+
+def _refused(host: str, port: int, error: OSError) -> DeviceError:
+    if error.errno == errno.EADDRNOTAVAIL:
+        return DeviceError(findings=[Finding("--host", f"{host} is no address of this machine", OTHER_HOST)])
+    why = "is in use by another process" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
+    fix = "End that process, or name another port; 0 takes a free one" if error.errno == errno.EADDRINUSE else OTHER_PORT
+    return DeviceError(findings=[Finding("--port", f"{_address(host, port)} {why}", fix)])
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from meshwright.serve.gate import Keys
-from meshwright.serve.server import ServerOptions, run_server
+from meshwright.serve.server import ServerOptions, reserve, run_server
 from tests.unit.serve_fakes import FakeEngine
 
 
@@ -36,7 +36,7 @@ def main() -> int:
     engine = kind(ends=False, max_len=10**7, step_s=given.get("step_s", 0.005), fail=fail)
     keys = Keys([given["key"]]) if "key" in given else None
     options = ServerOptions(port=0, keys=keys, drain_s=given.get("drain_s", 5.0))
-    return run_server(engine, options, say=lambda text: print(text, flush=True))
+    return run_server(engine, options, reserve(options.host, options.port), say=lambda text: print(text, flush=True))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,13 +18,17 @@ import torch
 
 from meshwright.cli import main
 from meshwright.config.schema import ModelConfig
+from meshwright.errors import DeviceError
 from meshwright.models import build, initialize
 from meshwright.models.files import save_model
+from meshwright.serve.command import ServeCommand
 from meshwright.serve.encoder import EncoderEngine
-from meshwright.serve.fleet import Fleet
+from meshwright.serve.fleet import OUTCOME, Fleet
+from meshwright.serve.layout import Serving
 from meshwright.serve.loading import load_engine, task_of
+from meshwright.serve.server import ServerOptions, reserve, run_server
 from tests.docs.markdown import ROOT
-from tests.unit.serve_fakes import TEMPLATE, byte_tokenizer
+from tests.unit.serve_fakes import TEMPLATE, FakeEngine, byte_tokenizer
 
 
 def folder(path: Path, task: str = "lm", max_len: int = 64) -> Path:
@@ -56,14 +63,55 @@ def test_mistakes_are_told_together_before_anything_is_loaded(capsys: pytest.Cap
     assert main(args[:2]) == 2 and "neither a run folder" in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    import socket
-
-    model = folder(tmp_path / "model")
+def test_a_port_that_is_taken_is_named_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """With all else that is wrong, in one process and of several. Mutation tried: the address is reserved after the plan is
+    made and the model loaded, as it was."""
+    model = str(folder(tmp_path / "model"))
+    started: list[str] = []
+    monkeypatch.setattr(Fleet, "load", lambda self, serving: started.append("loaded"))
+    monkeypatch.setattr(Fleet, "launch", lambda self, *rest: started.append("launched"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert main(["serve", str(model), "--port", str(port), "--device", "cpu", "--blocks", "20"]) == 2
-    assert f"127.0.0.1:{port} cannot be used" in capsys.readouterr().err
+        args = ["serve", model, "--port", str(port), "--device", "cpu"]
+        for more in ([], ["--tp", "2"], ["--dry-run"], ["--dtype", "fp4"]):
+            assert main([*args, *more]) == 2
+            said = capsys.readouterr().err
+            what = f"--port: 127.0.0.1:{port} is in use by another process. End that process, or name another port; 0 takes"
+            assert what in said and said.count("--port") == 1 and ("'fp4' is unknown" in said) == ("fp4" in more), said
+    assert main(["serve", model, "--host", "192.0.2.1", "--no-key", "--device", "cpu"]) == 2  # an address for documents only
+    assert "--host: 192.0.2.1 is no address of this machine. Name one that it has" in capsys.readouterr().err
+    assert main(["serve", model, "--host", "a" * 70, "--no-key", "--device", "cpu"]) == 2
+    assert "is no address of this machine: " in capsys.readouterr().err
+    assert started == []
+
+
+def test_the_port_is_held_while_the_model_loads(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """By whom nothing connects to yet; of two that came so far the second one to listen is told, and closes its engine."""
+    with reserve("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+        with pytest.raises(OSError, match="in use"), socket.socket() as other:
+            other.bind(("127.0.0.1", port))
+        late, engine = reserve("127.0.0.1", port), FakeEngine()
+        held.listen()
+        with pytest.raises(DeviceError, match=rf"127.0.0.1:{port} is in use by another process"):
+            run_server(engine, ServerOptions(port=port), late)
+        assert engine.closed and late.fileno() == -1
+
+
+def test_ranks_take_the_port_before_they_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The first of them. Mutation tried: `before` is called after `load`."""
+    order: list[str] = []
+    monkeypatch.setattr("meshwright.serve.fleet.init_world", lambda *rest: nullcontext(SimpleNamespace(rank=0, size=1)))
+    monkeypatch.setattr("meshwright.serve.command.reserve", lambda *rest: order.append("reserved") or nullcontext("held"))
+    monkeypatch.setattr("meshwright.serve.command.run_server", lambda engine, options, held, say: order.append(held) or 0)
+    monkeypatch.setattr(Fleet, "load", lambda self, serving: order.append("loaded"))
+    monkeypatch.setenv(OUTCOME, str(tmp_path / "code"))
+    assert ServeCommand("model", ServerOptions(port=0), {"device": "cpu"}).as_rank(Serving(tp=2)) == 0
+    assert order == ["reserved", "loaded", "held"] and (tmp_path / "code").read_text() == "0"
 
 
 def test_the_head_of_a_model_decides_how_it_is_served(tmp_path: Path):

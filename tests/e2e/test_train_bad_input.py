@@ -226,7 +226,7 @@ def test_a_disk_that_fills_up_costs_no_checkpoint(ranks, small_disk, tmp_path, a
 
 
 def test_a_disk_that_takes_no_tokenizer_and_no_note_of_the_corpus_is_named(refused, tmp_path, monkeypatch):
-    # Red, with a traceback and a folder that stays, without `_room` around either.
+    # Red, with a traceback and a folder that stays, without `room` around either.
     def full(path, text, **more):
         if path.name in ("tokenizer.json", "corpus.json"):
             raise OSError(28, "No space left on device")

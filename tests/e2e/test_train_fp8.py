@@ -7,7 +7,7 @@ import torch
 
 from meshwright.cli import main
 from meshwright.distributed import device as devices
-from meshwright.errors import ConfigError, LayoutError
+from meshwright.errors import ConfigError, Finding, LayoutError
 from meshwright.runtime import setup
 from meshwright.runtime.user_plan import resolve_plan
 from meshwright.spec.layout import Layout
@@ -46,6 +46,29 @@ def test_a_gpu_without_such_products_is_refused_before_it_is_taken(tmp_path, mon
     assert not (tmp_path / "run").exists()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     assert devices.fp8_findings(torch.device("cuda", 0)) == []
+
+
+def test_a_model_without_a_layer_for_it_is_refused_before_anything_is_made(tmp_path, monkeypatch, capsys):
+    """By the launcher, and where it can be built at all. Mutations tried: only the device is asked; sizes looked at after
+    `folder.create`, `sized` is not asked."""
+    monkeypatch.setattr("meshwright.distributed.launch.launch", lambda *rest, **more: pytest.fail("ranks were started"))
+    shape = {"layers": 2, "width": 24, "heads": 2, "ffn": 40}
+    config = e2e.settings(tmp_path / "config.yaml", precision="fp8", model=shape)
+    run = [f"--run.dir={tmp_path / 'run'}", f"--data.cache={tmp_path / 'cache'}"]
+    assert main(["train", str(config), "--nproc", "1", *run]) == 2
+    said = capsys.readouterr().err
+    assert "precision: fp8, but no linear layer of the blocks has sizes that are multiples of 16: " in said
+    assert (
+        "mlp.up (80 x 24), mlp.down (24 x 40)" in said
+        and "Use bf16, or other sizes in the model" in said
+        and "plan." not in said
+    ), said
+    monkeypatch.setattr(setup, "missing_sinks", lambda log: [Finding("log.wandb", "is not installed")])
+    for more, sized in ([], True), (["--model.heads=5"], False):  # such a model cannot be built, which is said instead
+        assert main(["train", str(config), "--nproc", "1", *more, *run]) == 2
+        said = capsys.readouterr().err
+        assert "log.wandb" in said and ("multiples of 16" in said) == sized and ("model.heads" in said) != sized, said
+    assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
 
 def test_what_splits_a_scale_is_refused(ranks, tmp_path):

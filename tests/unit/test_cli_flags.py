@@ -76,14 +76,16 @@ def test_a_warm_up_longer_than_the_epochs_is_told(tmp_path: Path, capsys):
 
 
 def test_a_disk_that_takes_nothing_more_is_the_users_to_mend(capsys, monkeypatch):
-    # Red, with a traceback, without NO_ROOM; any other error of the system is shown whole.
+    # Red, with a traceback, without `is_full`; any other error of the system is shown whole.
     def read(folder: Path) -> None:
         raise OSError(number, os.strerror(number), "kept.json")
 
     monkeypatch.setattr("meshwright.bench.history.read_folder", read)
     number = errno.EROFS
     assert main(["bench", "history", "folder"]) == 2
-    assert capsys.readouterr().err.startswith("meshwright bench: kept.json: Read-only file system. Free space")
+    assert capsys.readouterr().err.startswith(
+        "meshwright bench: kept.json: cannot be written: Read-only file system. Free space"
+    )
     number = errno.EIO
     with pytest.raises(OSError, match="Input/output"):
         main(["bench", "history", "folder"])

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -257,9 +258,16 @@ def test_nothing_is_left_of_a_failed_write(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
-def test_space_and_names_are_checked_first(tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="GB are needed"), new_folder(tmp_path / "big", 2**60):
+def test_space_and_names_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        pytest.raises(DeviceError, match=r"1,024\.0 PiB are needed, .* free\. Free space"),
+        new_folder(tmp_path / "big", 2**60),
+    ):
         pytest.fail("there is no room")
+    monkeypatch.setattr(shards.shutil, "disk_usage", lambda path: SimpleNamespace(free=1500))
+    with pytest.raises(DeviceError, match=r"3\.0 MiB are needed, 1\.5 KiB are free"), new_folder(tmp_path / "big", 3 << 20):
+        pytest.fail("there is no room")
+    monkeypatch.undo()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("mine")
     with pytest.raises(DeviceError, match="is not empty"):

@@ -23,15 +23,15 @@ pytestmark = pytest.mark.alone
 PACKAGE = Path(__file__).parents[2] / "meshwright"
 
 ORDER = (
-    "errors", "compat", "config", "spec", "plan", "interop", "kernels", "distributed", "data", "models", "parallel", "observe",
-    "checkpoint", "train", "verify", "emulate", "calibrate", "export", "serve", "bench", "runtime", "cli",
+    "errors", "disk", "compat", "config", "spec", "plan", "interop", "kernels", "distributed", "data", "models", "parallel",
+    "observe", "checkpoint", "train", "verify", "emulate", "calibrate", "export", "serve", "bench", "runtime", "cli",
 )  # fmt: skip
 """A folder may import what stands before it. CONTRIBUTING.md explains each."""
 
 ALLOWED = {("bench", "runtime"), ("serve", "runtime")}
 """The benchmark measures whole runs, and the engine loads what a run left, which `runtime` makes; `runtime` imports neither."""
 
-TORCH_FREE = ("errors", "config", "spec", "plan", "interop")
+TORCH_FREE = ("errors", "disk", "config", "spec", "plan", "interop")
 
 
 def modules() -> list[Path]:

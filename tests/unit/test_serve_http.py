@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.serve import http
 from tests.unit.serve_fakes import FakeEngine, call, chunks, served
 
 
@@ -203,6 +204,10 @@ REFUSED = [
     (COMPLETE, {"prompt": "a", "stop": [""]}, "invalid_value", "stop"),
     (COMPLETE, {"prompt": "a", "stop": ["x"] * 17}, "invalid_value", "stop"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"x": 1}}, "invalid_value", "logit_bias"),
+    (COMPLETE, {"prompt": "a", "logit_bias": {"7": 1, "07": 2}}, "invalid_value", "logit_bias"),
+    (CHAT, {"messages": HELLO, "verbosity": "low"}, "unsupported_field", "verbosity"),
+    (CHAT, {"messages": [{**HELLO[0], "tool_calls": []}]}, "invalid_value", "messages"),
+    ("/v1/fill-mask", {"input": "a", "user": "u"}, "unsupported_field", "user"),
     (COMPLETE, {"prompt": "a", "logit_bias": {"1": 101}}, "invalid_value", "logit_bias"),
     (COMPLETE, {"prompt": "a", "min_tokens": 17}, "invalid_value", "min_tokens"),
     (COMPLETE, {"prompt": "a", "seed": 13}, "invalid_value", "seed"),
@@ -227,6 +232,77 @@ def test_what_cannot_be_done_is_refused_by_name():
                 assert (error["code"], error["param"]) == (code, param), (body, error)
                 assert error["type"] == "invalid_request_error" and param in error["message"], (body, error)
             assert (await here.post(COMPLETE, prompt="a")).status_code == 200  # and it lives
+
+    run(story())
+
+
+REPEATED = [
+    (COMPLETE, b'{"prompt": "a", "max_tokens": 1, "max_tokens": 9}', "max_tokens"),
+    (COMPLETE, b'{"prompt": "a", "prompt": "a"}', "prompt"),
+    (COMPLETE, b'{"prompt": "a", "logit_bias": {"7": 1, "8": 1, "7": 2}}', "7"),
+    (CHAT, b'{"messages": [{"role": "user", "content": "a", "role": "system"}]}', "role"),
+    (CHAT, b'{"messages": 1, "odd": [[{"x": 1, "\\u0078": 2}]]}', "x"),
+    ("/v1/embeddings", b'{"input": "a", "input": "b"}', "input"),
+    ("/v1/classify", b'{"input": "a", "input": "b"}', "input"),
+    ("/v1/fill-mask", b'{"input": "a", "\\ud800": 1, "\\ud800": 2}', "\\ud800"),
+]
+
+
+def test_a_key_that_stands_twice_is_refused_by_name():
+    """In objects of any depth, of every route. Mutation tried: without `route_class` the last one wins."""
+
+    async def story() -> None:
+        async with served() as here:
+            for path, content, key in REPEATED:
+                answer = await here.http.post(path, content=content, headers={"content-type": "application/json"})
+                error = answer.json()["error"]
+                assert (answer.status_code, error["code"], error["param"]) == (400, "repeated_key", key), (content, error)
+                assert error["message"].startswith(f"{key} stands more than once in an object of the body"), error
+            several = b'{"prompt": ["a", "a"], "logit_bias": {"7": 1, "8": 1}, "stream_options": null, "max_tokens": 1}'
+            answer = await here.http.post(COMPLETE, content=several, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, answer.text
+
+    run(story())
+
+
+OF_OPENAI = {
+    COMPLETE: "best_of echo frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream "
+    "stream_options suffix temperature top_p user",
+    CHAT: "audio frequency_penalty function_call functions logit_bias logprobs max_completion_tokens max_tokens metadata "
+    "modalities model n parallel_tool_calls prediction presence_penalty prompt_cache_key prompt_cache_retention "
+    "reasoning_effort response_format safety_identifier seed service_tier stop store stream stream_options temperature "
+    "tool_choice tools top_logprobs top_p user verbosity web_search_options",
+    "/v1/embeddings": "dimensions encoding_format model user",
+    "/v1/classify": "model user",
+    "/v1/fill-mask": "model user",
+}
+"""The optional fields of its API reference; of routes that are ours, those that all of its routes have."""
+NEEDED = {COMPLETE: {"prompt": "a"}, CHAT: {"messages": HELLO}}
+
+
+def test_null_is_the_same_as_leaving_an_optional_field_out():
+    """On every route, and of objects in the body; and the document says so. Mutations tried: `user` not of all requests;
+    `include_usage: bool = False`; no `refusal` in Message."""
+    answered = {**HELLO[0], **dict.fromkeys(["name", "refusal", "tool_calls", "function_call", "audio"]), "annotations": []}
+
+    async def story() -> None:
+        async with served() as here:
+            for path, names in OF_OPENAI.items():
+                known = http.FIELDS[path]
+                optional = {*names.split(), *(name for name, field in known.items() if not field.is_required())}
+                for name in optional:
+                    answer = await here.post(path, **NEEDED.get(path, {"input": "a"}), **{name: None})
+                    code = None if path in NEEDED else answer.json()["error"]["code"]
+                    assert code == "unsupported_task" or answer.status_code == 200, (path, name, answer.text)
+            options = {"include_usage": None, "include_obfuscation": None}
+            answer = await here.post(CHAT, messages=[answered], stream=True, stream_options=options)
+            assert answer.status_code == 200 and all("usage" not in one for one in chunks(answer.text)[:-1])
+            schemas = (await here.http.get("/openapi.json")).json()["components"]["schemas"]
+            for name in ("CompletionRequest", "ChatRequest", "Message", "StreamOptions"):
+                for field, schema in schemas[name]["properties"].items():
+                    kinds = [schema, *schema.get("anyOf", [])]
+                    null = any(kind.get("type") == "null" for kind in kinds)
+                    assert null or field in schemas[name]["required"], (name, field)
 
     run(story())
 

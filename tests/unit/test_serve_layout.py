@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -83,12 +84,47 @@ def test_what_is_asked_is_done_and_the_rest_is_chosen():
     assert str(choose({"tp": 4, "pp": 2})).startswith("tp 4 x pp 2 x dp 1: as asked, ")
 
 
+@pytest.mark.parametrize(
+    ("given", "devices", "wanted", "said"),
+    [
+        ({"tp": 2, "dp": 1}, 4, (2, 1, 1), "as asked, 7.5 "),
+        ({"tp": 2, "pp": 1, "dp": 2}, 8, (2, 1, 2), "as asked, 7.5 "),
+        ({"tp": 3}, 8, (3, 1, 2), "as asked, with dp 2 added, "),
+        ({"tp": 2}, 4, (2, 1, 2), "as asked, with dp 2 added, "),
+        ({"dp": 2}, 7, (3, 1, 2), "as asked, with tp 3 added, "),
+        ({"pp": 3, "dp": 1}, 8, (2, 3, 1), "as asked, with tp 2 added, "),
+        ({"dp": 1}, 1, (1, 1, 1), "as asked, 15.0 "),
+    ],
+)
+def test_what_is_asked_leaves_devices_idle_and_gets_no_stages(
+    given: dict[str, int], devices: int, wanted: tuple[int, int, int], said: str
+):
+    """Mutation tried: idle devices before stages also where dp is given, which makes the first (2, 2, 1)."""
+    serving = choose(given, devices)
+    idle = devices - serving.ranks
+    assert sizes(serving) == wanted and serving.reason.startswith(said), serving
+    rest = f"on {serving.ranks} of {devices} devices, {idle} {'is' if idle == 1 else 'are'} idle"
+    assert serving.reason.endswith(rest if idle else f"on {devices} device{'' if devices == 1 else 's'}"), serving
+
+
+def test_stages_are_added_to_what_is_asked_where_it_would_not_fit():
+    """And that is said, with what would not."""
+    serving = choose({"tp": 2, "dp": 1}, 4, gib=8)
+    assert sizes(serving) == (2, 2, 1) and serving.reason.startswith("as asked, with pp 2 added, ")
+    assert re.search(r"on 4 devices; tp 2 x pp 1 with 7\.5 GiB of weights and .* would not fit$", serving.reason)
+    few = {"heads": 2, "kv_heads": 2, "head_dim": 128, "layers": 3}
+    left = choose(gib=4, devices=5, **few)  # five ranks cannot hold it together, one has no room for it
+    assert sizes(left) == (2, 1, 2) and "on 4 of 5 devices, 1 is idle; tp 1 x pp 1 with " in left.reason
+
+
 def test_a_cpu_has_as_many_ranks_as_are_asked_for():
     assert sizes(choose(devices=1, gib=None)) == (1, 1, 1) and sizes(choose({"tp": 2, "dp": 3}, 1, None)) == (2, 1, 3)
 
 
 def test_an_encoder_is_copied():
     assert sizes(choose(task="mlm", devices=3)) == (1, 1, 3) and sizes(choose({"dp": 2}, 1, None, task="mlm")) == (1, 1, 2)
+    two = choose({"dp": 2}, 4, task="mlm")
+    assert sizes(two) == (1, 1, 2) and two.reason == "a copy of the encoder on each of 2 of 4 devices, 2 are idle"
     with pytest.raises(LayoutError) as told:
         choose({"tp": 2, "pp": 2, "dp": 2}, task="mlm")
     assert [finding.where for finding in told.value.findings] == ["--tp", "--pp"]
@@ -102,12 +138,14 @@ def test_what_cannot_be_is_refused_with_all_reasons():
         "--pp: 33 stages for 32 layers; each stage needs one. Use --pp 32 or less",
     ]
     for given, what in (
-        ({"tp": 2, "pp": 1, "dp": 2}, "--tp, --pp, --dp: tp 2 x pp 1 x dp 2 are 4 ranks, and there are 8 devices to use"),
-        ({"tp": 3}, "--tp: tp 3 is 3 ranks, and there are 8 devices to use. Sizes with a product of 8 use all"),
-        ({"dp": 16}, "--dp: dp 16 is 16 ranks"),
+        (
+            {"tp": 2, "pp": 5, "dp": 1},
+            "--tp, --pp, --dp: tp 2 x pp 5 x dp 1 are 10 ranks, and there are 8 devices to use. Sizes",
+        ),
+        ({"dp": 16}, "--dp: dp 16 is 16 ranks, and there are 8 devices to use. Sizes with a product of 8 or less can be"),
     ):
         with pytest.raises(LayoutError) as told:
             choose(given)
         assert str(told.value).startswith(what)
-    with pytest.raises(LayoutError, match=r"devices: tp 1 x pp 8 with 2\.6 GiB of weights and 0\.12 .* does not fit 2\.0 GiB"):
+    with pytest.raises(LayoutError, match=r"devices: tp 4 x pp 2 with 1\.9 GiB of weights and 0\.12 .* does not fit 2\.0 GiB"):
         choose(gib=2)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.bench.host.measures import Measure, lines, measures_in
-from meshwright.bench.output import open_folder, write_whole
+from meshwright.bench.output import open_folder
 from meshwright.bench.provenance import provenance
 from meshwright.bench.runner import Shell, described, failure_of, free_port, records
+from meshwright.disk import write_whole
 
 __all__ = ["HOST_SUITES", "HostOutcome", "HostSettings", "run"]
 

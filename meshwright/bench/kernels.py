@@ -1,12 +1,12 @@
-"""Times the kernels of a decode step one by one, beside the bytes that each must move.
+"""Times the kernels of a decode step one by one, beside the bytes that each must move, and the attention of prompts.
 
-python -m meshwright.bench.kernels [llama-1b] [--rows 1 256] [--context 256 1150] [--all] [--fp8] [--no-early]
+python -m meshwright.bench.kernels [llama-1b] [--rows 1 256] [--context 256 1150] [--prompt 1000] [--all] [--fp8] [--no-early]
                                                         [--smoke]
 
-Lines of JSON: what, microseconds of one call, 10^9 bytes/s, and the sizes it was compiled for where they are not those that
-serving uses. --all tries others, so that those of serving can be chosen again for another device. --fp8: matrices and pages of
-8 bits. --no-early: each kernel waits for the end of the one before. Matrices and pages are as many as no cache holds, as in a
-model, and calls are recorded where the device can: no launch is timed.
+Lines of JSON: what, microseconds of one call, 10^9 bytes/s (of prompts 10^12 operations/s), and the sizes it was compiled for
+where they are not those that serving uses. --all tries others, so that those of serving can be chosen again for another device.
+--fp8: matrices and pages of 8 bits. --no-early: each kernel waits for the end of the one before. Matrices and pages are as many
+as no cache holds, as in a model, and calls are recorded where the device can: no launch is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from meshwright.distributed import device as devices
 from meshwright.kernels import early, fused, one_row
 from meshwright.kernels.accelerated import one_row_kernels, paged_kernels
 from meshwright.kernels.fused import Heads
-from meshwright.kernels.paged_attention import SPAN, Singles, paged_attention
+from meshwright.kernels.paged_attention import SPAN, Pages, Singles, paged_attention
 from meshwright.kernels.rowwise import ScaledLinear, to_e4m3
 
 SMALL = {"width": 64, "heads": 4, "kv_heads": 2, "ffn": 128, "vocab": 512}
@@ -47,6 +47,8 @@ DECODE_SIZES = [
     *((512, 64, 4, 5), (512, 32, 2, 4), (512, 32, 4, 5), (512, 64, 2, 4), (512, 64, 8, 4), (512, 128, 8, 3), (512, 256, 8, 2)),
 ]
 """span, tile, warps, stages"""
+PROMPT_SIZES = [*itertools.product((64, 128), (4, 8), (2, 3)), (32, 4, 4), (64, 4, 4)]
+"""tile, warps, stages"""
 
 Record = dict[str, Any]
 
@@ -61,6 +63,7 @@ def main() -> None:
             matrices(shape, args.rows, args.all),
             *(between(shape, rows) for rows in args.rows),
             *(attention(shape, *sizes, args.all) for sizes in itertools.product(args.rows, args.context)),
+            *(prompts(shape, length, args.all) for length in args.prompt),
         ):
             print(json.dumps(record), flush=True)
 
@@ -70,6 +73,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("recipe", nargs="?", default="llama-1b")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256], help="sequences of a step")
     parser.add_argument("--context", type=int, nargs="+", default=[256, 1150], help="tokens of each")
+    parser.add_argument("--prompt", type=int, nargs="*", default=[1000], help="tokens of prompts, of which a step has 16,384")
     parser.add_argument("--all", action="store_true", help="other sizes of kernels too")
     parser.add_argument("--fp8", action="store_true", help="matrices and pages of 8 bits")
     parser.add_argument("--no-early", dest="early", action="store_false", help="no kernel begins while another one ends")
@@ -220,6 +224,39 @@ def attention(shape: Shape, rows: int, context: int, every: bool) -> Iterator[Re
                 yield said("decode", shape.timed(calls(span)), moved, **told, **chosen)
             except Exception as error:  # more shared memory than there is, for one
                 yield {"what": "decode", **told, **chosen, "failed": str(error).splitlines()[0][:100]}
+
+
+def prompts(shape: Shape, length: int, every: bool) -> Iterator[Record]:
+    """Of prompts of so many tokens, none of which is known, over pages in random order."""
+    rows, width = max(1, (64 if shape.scratch < SCRATCH else 16384) // length), -(-length // PAGE)
+    operations = 2 * rows * length**2 * shape.kv_heads * shape.group * shape.features
+    pools = [[shape.pages(rows * width) for _ in "kv"] for _ in range(4)]
+    tables = torch.randperm(rows * width).view(rows, width).to(torch.int32).to(shape.device)
+    pages = Pages(
+        torch.zeros(rows * length, dtype=torch.int64, device=shape.device), tables, (length,) * rows, (length,) * rows
+    )
+    q = shape.some(rows * length, shape.config.heads, shape.features)
+    calls = [functools.partial(paged_attention, q, keys, values, pages) for keys, values in pools]
+    kernels = paged_kernels(shape.device)
+
+    def timed(**chosen: int) -> Record:
+        us = shape.timed(calls) * 1e6
+        return {
+            "what": "prompt",
+            "us": round(us, 2),
+            "tflop_per_s": round(operations / us / 1e6, 1),
+            "tokens": length,
+            **chosen,
+        }
+
+    yield timed()
+    for tile, warps, stages in PROMPT_SIZES if every and kernels is not None else []:
+        chosen = {"tile": tile, "num_warps": warps, "num_stages": stages}
+        with swapped(kernels, "PROMPT", chosen):
+            try:
+                yield timed(**chosen)
+            except Exception as error:  # more shared memory than there is, for one
+                yield {"what": "prompt", "tokens": length, **chosen, "failed": str(error).splitlines()[0][:100]}
 
 
 if __name__ == "__main__":

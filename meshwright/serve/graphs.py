@@ -67,9 +67,8 @@ class Decoding:
         recorded: bool,
         key_span: int,
     ):
-        self.key_span = key_span
         self.forward, self.latest, self.block_size, self.scratch = forward, latest, block_size, scratch
-        self.rows, self.max_len = rows, max_len
+        self.rows, self.max_len, self.key_span = rows, max_len, key_span
         device, most = latest.device, padded_rows(rows)
         self._inputs = torch.zeros(most * (FIELDS + self._pages(max_len)), dtype=torch.int32, device=device)
         self._logits = torch.zeros(most, vocab, dtype=dtype, device=device)

@@ -60,10 +60,9 @@ class Runner:
         cache_dtype: torch.dtype | None = None,
         key_span: int = SPAN,
     ):
-        self.key_span = key_span
         self.model = model.eval().requires_grad_(False)
         self.span = span or (0, len(model.layers))
-        self.block_size, self.max_len = block_size, longest(model)
+        self.block_size, self.max_len, self.key_span = block_size, longest(model), key_span
         weight = next(model.parameters())
         self.device, self.dtype, self.cache_dtype = weight.device, weight.dtype, cache_dtype or weight.dtype
         self._shapes = [_kv_shape(layer.attention) for layer in model.layers if isinstance(layer, Layer)]

@@ -110,8 +110,10 @@ class Frame:
                 documents[row, cuts.sizes[row] :] = -1
         if self.positions:
             starts = np.flatnonzero(first)
-            begins = starts.repeat(np.diff(starts, append=first.size))
-            positions = (np.arange(first.size) - begins).reshape(first.shape)
+            lengths = np.empty_like(starts)  # a few microseconds less than np.diff with `append`
+            lengths[:-1], lengths[-1] = starts[1:], first.size
+            lengths -= starts
+            positions = (np.arange(first.size) - starts.repeat(lengths)).reshape(first.shape)
         return Block(tokens, labels, cuts.sizes, documents, positions, select)
 
 

@@ -148,13 +148,7 @@ class Subset:
         """`window` of every pair, at most W = `width` tokens each: (tokens [B, W] of the store's type, zeros behind those of a
         shorter window; then of each document, window after window: the window's number, where the document begins, its number
         in the store). Documents without tokens may be named where they stand."""
-        first = self._stream.searchsorted(starts, side="right") - 1
-        window, run = _ranges(first, self._stream.searchsorted(stops, side="left"))
-        begin, end = np.maximum(starts[window], self._stream[run]), np.minimum(stops[window], self._stream[run + 1])
-        if not (full := begin < end).all():  # runs without tokens
-            window, run, begin, end = window[full], run[full], begin[full], end[full]
-        shift, place = self._base[run] - self._stream[run], begin - starts[window]
-        begin, end = begin + shift, end + shift  # from here on in the store
+        window, shift, begin, end = self._pieces_of(starts, stops)
         read = self.store.read
         tokens = np.concatenate([read(a, b) for a, b in zip(begin.tolist(), end.tolist(), strict=True)])
         if tokens.size < starts.size * width:
@@ -162,7 +156,20 @@ class Subset:
             tokens[np.arange(width) < (stops - starts)[:, None]] = filled
         first = self._offsets.searchsorted(begin, side="right") - 1
         piece, ids = _ranges(first, self._offsets.searchsorted(end, side="left"))
-        return tokens.reshape(-1, width), window[piece], self._offsets[ids] + (place - begin)[piece], ids
+        return tokens.reshape(-1, width), window[piece], self._offsets[ids] - (shift + starts[window])[piece], ids
+
+    def _pieces_of(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(number of the window, what a place in the store is more than in the stream, first and past-the-last token in the
+        store) of each run that a window meets, window after window."""
+        if len(self._first) == 1:
+            return np.arange(starts.size), self._base, starts + self._base, stops + self._base
+        first = self._stream.searchsorted(starts, side="right") - 1
+        window, run = _ranges(first, self._stream.searchsorted(stops, side="left"))
+        begin, end = np.maximum(starts[window], self._stream[run]), np.minimum(stops[window], self._stream[run + 1])
+        if not (full := begin < end).all():  # runs without tokens
+            window, run, begin, end = window[full], run[full], begin[full], end[full]
+        shift = self._base[run] - self._stream[run]
+        return window, shift, begin + shift, end + shift
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(first and past-the-last token in the store, place in the window) of each run that the window meets."""

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import numpy as np
 
 from meshwright.config.schema import Config
-from meshwright.data.batch import IGNORE
 from meshwright.data.blend import Concatenation, Order, order_of
 from meshwright.data.checks import PreparedStore, TokenizerInfo, check_rows, check_settings, check_stores
+from meshwright.data.cuts import Cuts
 from meshwright.data.masking import Masking
-from meshwright.data.rows import Cut, DocumentRows, Rows, StreamRows, Subset
+from meshwright.data.rows import DocumentRows, Rows, StreamRows, Subset
 from meshwright.errors import ConfigError, DataError, Finding, counted
 
-__all__ = ["Dataset", "Frame", "Row", "RowDataset", "build_datasets"]
+__all__ = ["Block", "Dataset", "Frame", "Row", "RowDataset", "block_of", "build_datasets"]
 
 TASKS = {"causal_lm": "lm", "masked_lm": "mlm", "classify": "classify"}
 _HELD_OUT_SEED = 0  # not run.seed: two runs are compared on the same held-out rows under the same masks
@@ -34,6 +34,38 @@ class Row:
     select: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class Block:
+    """B samples side by side: the fields of `Row`, in their order, with a leading B; `lengths` int64 [B]."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    lengths: np.ndarray
+    documents: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    select: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Block:
+        return cls(*_columns(rows, np.stack))
+
+    @classmethod
+    def joined(cls, blocks: Sequence[Block]) -> Block:
+        return cls(*_columns(blocks, np.concatenate))
+
+    def row(self, number: int) -> Row:
+        tokens, labels, lengths, *others = (getattr(self, field.name) for field in fields(self))
+        rest = (None if other is None else other[number] for other in others)
+        return Row(tokens[number], labels[number, ...], int(lengths[number]), *rest)
+
+
+def _columns(parts: Sequence[Row] | Sequence[Block], together: Callable[[list[Any]], np.ndarray]) -> Iterator[Any]:
+    """Each field of all parts as one array; None where the parts have none."""
+    for field in fields(parts[0]):
+        values = [getattr(part, field.name) for part in parts]
+        yield None if values[0] is None else together(values)
+
+
 class Dataset(Protocol):
     """Samples by number, without end. Which fields a row has, and their shapes, are the same for every row."""
 
@@ -48,43 +80,41 @@ class Dataset(Protocol):
         """A pure function of (seed, sample)."""
 
 
+def block_of(dataset: Dataset, samples: range) -> Block:
+    """At least one sample; in one piece from a dataset that has `block(samples)`, else its rows one by one."""
+    whole: Callable[[range], Block] | None = getattr(dataset, "block", None)
+    return Block.of([dataset.row(sample) for sample in samples]) if whole is None else whole(samples)
+
+
 @dataclass(frozen=True)
 class Frame:
-    """How a cut becomes a row of S: the padding id, and which of documents and positions the rows carry."""
+    """How cuts become rows of S: the padding id, and which of documents and positions the rows carry."""
 
     seq_len: int
     pad: int
     documents: bool
     positions: bool
 
-    def row(self, cut: Cut, tokens: np.ndarray, labels: np.ndarray, select: np.ndarray | None = None) -> Row:
-        size = tokens.size
+    def block(self, cuts: Cuts, tokens: np.ndarray, labels: np.ndarray, select: np.ndarray | None = None) -> Block:
+        """Writes the padding into `tokens` and its begin into `cuts.first`."""
+        first, short = cuts.first, cuts.short()
+        for row in short:
+            size = cuts.sizes[row]
+            tokens[row, size:] = self.pad
+            first[row, size] = True  # the padding counts from 0 too
         documents = positions = None
         if self.documents:
-            documents = self._numbered(cut.starts)
+            documents = first.cumsum(axis=1, dtype=np.int32)
+            documents -= 1
+            for row in short:
+                documents[row, cuts.sizes[row] :] = -1
         if self.positions:
-            positions = np.arange(self.seq_len)
-            if size < self.seq_len:  # the padding counts from 0 too
-                starts = np.append(cut.starts, size)
-                positions -= starts.take(self._numbered(starts))
-            elif cut.starts.size > 1:
-                positions -= cut.starts.take(self._numbered(cut.starts) if documents is None else documents)
-        if documents is not None and size < self.seq_len:
-            documents[size:] = -1
-        return Row(self.fill(tokens, self.pad), labels, size, documents, positions, select)
-
-    def _numbered(self, starts: np.ndarray) -> np.ndarray:
-        """int32 [S]: the index of the last of `starts` (rising from 0) that is not behind each position."""
-        numbers = np.zeros(self.seq_len, dtype=np.int32)
-        if starts.size > 1:
-            numbers[starts[1:]] = 1
-            numbers.cumsum(dtype=np.int32, out=numbers)
-        return numbers
-
-    def fill(self, values: np.ndarray, value: int) -> np.ndarray:
-        if values.size == self.seq_len:
-            return values
-        return np.concatenate([values, np.full(self.seq_len - values.size, value, dtype=values.dtype)])
+            starts = np.flatnonzero(first)
+            lengths = np.empty_like(starts)  # a few microseconds less than np.diff with `append`
+            lengths[:-1], lengths[-1] = starts[1:], first.size
+            lengths -= starts
+            positions = (np.arange(first.size) - starts.repeat(lengths)).reshape(first.shape)
+        return Block(tokens, labels, cuts.sizes, documents, positions, select)
 
 
 class RowDataset:
@@ -107,7 +137,7 @@ class RowDataset:
         self._corpora = list(corpora)
         self._order = order
         self._frame = frame
-        self._finish: Callable[[Cut, int], Row]
+        self._finish: Callable[[Cuts, Sequence[int]], Block]
         self._finish = self._classify if classify else self._causal if masking is None else self._masked
         self._masking = masking
         self.label_names = None if label_names is None else tuple(label_names)
@@ -128,18 +158,30 @@ class RowDataset:
 
     def row(self, sample: int) -> Row:
         corpus, row = self._order.locate(sample)
-        return self._finish(self._corpora[corpus].cut(row), sample)
+        return self._finish(Cuts.of([self._corpora[corpus].cut(row)], self.seq_len), [sample]).row(0)
 
-    def _causal(self, cut: Cut, sample: int) -> Row:
-        return self._frame.row(cut, cut.tokens, self._frame.fill(cut.following, IGNORE))
+    def block(self, samples: range) -> Block:
+        """`row` of every sample, cut in one call for each corpus that they come from."""
+        places: dict[int, list[int]] = {}
+        rows: dict[int, list[int]] = {}
+        for place, sample in enumerate(samples):
+            corpus, row = self._order.locate(sample)
+            places.setdefault(corpus, []).append(place)
+            rows.setdefault(corpus, []).append(row)
+        parts = [self._corpora[corpus].cuts(np.array(some)) for corpus, some in rows.items()]
+        return self._finish(Cuts.gathered(parts, np.concatenate(list(places.values()))), samples)
 
-    def _masked(self, cut: Cut, sample: int) -> Row:
+    def _causal(self, cuts: Cuts, samples: Sequence[int]) -> Block:
+        return self._frame.block(cuts, cuts.tokens, cuts.following)
+
+    def _masked(self, cuts: Cuts, samples: Sequence[int]) -> Block:
         assert self._masking is not None
-        tokens, select, labels = self._masking(cut.tokens, sample, cut.eligible)
-        return self._frame.row(cut, tokens, labels, select)
+        tokens, select, labels = self._masking(cuts.tokens, samples, cuts.may_be_predicted())
+        return self._frame.block(cuts, tokens, labels, select)
 
-    def _classify(self, cut: Cut, sample: int) -> Row:
-        return self._frame.row(cut, cut.tokens, np.array(cut.label, dtype=np.int64))
+    def _classify(self, cuts: Cuts, samples: Sequence[int]) -> Block:
+        assert cuts.labels is not None, "only rows of documents are classified"
+        return self._frame.block(cuts, cuts.tokens, cuts.labels)
 
 
 def _notes(corpora: Sequence[Rows], seq_len: int) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from meshwright.data.batch import IGNORE, Batch
-from meshwright.data.dataset import Dataset, Row
+from meshwright.data.dataset import Block, Dataset, block_of
 from meshwright.data.order import step_span
 
 __all__ = ["Loader", "StepData", "boundaries"]
@@ -66,7 +66,7 @@ class Loader:
         self.dp_rank, self.dp_world = dp_rank, dp_world
         self.micro_batch, self.prefetch, self.tail = micro_batch, prefetch, tail
         self._pin = torch.accelerator.is_available()
-        self._blank: Row | None = None
+        self._blank: Block | None = None
         self._running: set[_Ahead[Any]] = set()
 
     def steps(self, consumed: int, batch_at: Callable[[int], int]) -> Iterator[StepData]:
@@ -111,35 +111,35 @@ class Loader:
             yield self._collate(range(begin, min(begin + self.micro_batch, last)))
 
     def _collate(self, samples: range) -> tuple[Batch, int, int]:
-        rows = [self.dataset.row(sample) for sample in samples]
-        tokens, count = sum(row.length for row in rows), len(rows)
+        count = len(samples)
+        blocks = [block_of(self.dataset, samples)] if count else []
         if count < self.micro_batch:
-            rows += [self._padding()] * (self.micro_batch - count)
+            blocks += [self._padding()] * (self.micro_batch - count)
+        block = blocks[0] if len(blocks) == 1 else Block.joined(blocks)
         numbers = np.full(self.micro_batch, -1, dtype=np.int64)
         numbers[:count] = samples
-        documents = _stack([row.documents for row in rows])
         batch = Batch(
-            tokens=torch.from_numpy(np.stack([row.tokens for row in rows])),
-            labels=torch.from_numpy(np.stack([row.labels for row in rows])),
+            tokens=torch.from_numpy(block.tokens),
+            labels=torch.from_numpy(block.labels),
             samples=torch.from_numpy(numbers),
-            documents=None if documents is None else torch.from_numpy(documents),
-            positions=_tensor([row.positions for row in rows]),
-            cu_seqlens=None if documents is None else torch.from_numpy(boundaries(documents)),
-            select=_tensor([row.select for row in rows]),
+            documents=_tensor(block.documents),
+            positions=_tensor(block.positions),
+            cu_seqlens=_tensor(None if block.documents is None else boundaries(block.documents)),
+            select=_tensor(block.select),
         )
-        return batch.pin() if self._pin else batch, tokens, count
+        return batch.pin() if self._pin else batch, int(block.lengths.sum()), count
 
-    def _padding(self) -> Row:
+    def _padding(self) -> Block:
         """A row that weighs zero, of the same fields and shapes as a real one."""
         if self._blank is None:
-            row = self.dataset.row(0)
+            row = block_of(self.dataset, range(1))
             self._blank = replace(
                 row,
                 tokens=np.zeros_like(row.tokens),
                 labels=np.full_like(row.labels, IGNORE),
-                length=0,
+                lengths=np.zeros_like(row.lengths),
                 documents=None if row.documents is None else np.full_like(row.documents, -1),
-                positions=None if row.positions is None else np.arange(row.positions.size),
+                positions=None if row.positions is None else np.arange(row.positions.size)[None],
                 select=None if row.select is None else np.zeros_like(row.select),
             )
         return self._blank
@@ -232,11 +232,5 @@ def boundaries(documents: np.ndarray) -> np.ndarray:
     return out
 
 
-def _stack(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    given = [part for part in parts if part is not None]
-    return np.stack(given) if given else None
-
-
-def _tensor(parts: Sequence[np.ndarray | None]) -> torch.Tensor | None:
-    stacked = _stack(parts)
-    return None if stacked is None else torch.from_numpy(stacked)
+def _tensor(values: np.ndarray | None) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values)

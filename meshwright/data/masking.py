@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 
 import numpy as np
@@ -13,6 +14,7 @@ __all__ = ["Masking"]
 
 _MASKED, _RANDOM = 0.8, 0.1
 _UNIT = 2.0**-53
+_LAST = np.uint64(2**64 - 1)
 
 
 class Masking:
@@ -33,31 +35,45 @@ class Masking:
         self._ordinary = np.flatnonzero(~self._special)
 
     def __call__(
-        self, tokens: np.ndarray, sample: int, eligible: np.ndarray | None = None
+        self, tokens: np.ndarray, samples: Sequence[int], eligible: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """tokens int64 [n] without padding, eligible bool [n] (None: all) -> (tokens with masks int64 [n], select int64
-        [slots], labels int64 [slots]). `select` rises; unused slots have position 0 and the label IGNORE."""
+        """tokens int64 [B, S], the sample number of each row, eligible bool [B, S] (None: all; false on padding) -> (tokens
+        with masks int64 [B, S], select int64 [B, slots], labels int64 [B, slots]). `select` rises; unused slots have position 0
+        and the label IGNORE."""
         allowed = ~self._special[tokens]
         if eligible is not None:
             allowed &= eligible
-        candidates = np.flatnonzero(allowed)
-        select = np.zeros(self.slots, dtype=np.int64)
-        labels = np.full(self.slots, IGNORE, dtype=np.int64)
-        if not candidates.size:
-            return tokens, select, labels
-        count = max(1, round(self.fraction * candidates.size))
-        lots = mix_array(key("mask", self._seed, sample), candidates)
-        chosen = np.sort(candidates[np.argpartition(lots, count - 1)[:count]])
-        select[:count] = chosen
-        labels[:count] = tokens[chosen]
-        return self._replace(tokens, chosen, sample), select, labels
+        places = allowed.sum(axis=1)
+        counts = np.maximum(1, np.rint(self.fraction * places)).astype(np.int64) * (places > 0)
+        chosen = np.flatnonzero(self._least(allowed, counts, samples))
+        row = np.arange(len(samples)).repeat(counts)
+        place = chosen - row * tokens.shape[1]
+        slot = np.arange(chosen.size) - (counts.cumsum() - counts)[row]
+        select = np.zeros((len(samples), self.slots), dtype=np.int64)
+        labels = np.full(select.shape, IGNORE, dtype=np.int64)
+        select[row, slot], labels[row, slot] = place, tokens.reshape(-1)[chosen]
+        return self._replace(tokens, row, place, samples), select, labels
 
-    def _replace(self, tokens: np.ndarray, chosen: np.ndarray, sample: int) -> np.ndarray:
+    def _least(self, allowed: np.ndarray, counts: np.ndarray, samples: Sequence[int]) -> np.ndarray:
+        """bool [B, S]: the `counts` allowed places of each row whose numbers in the row's stream are the smallest. No two are
+        equal, because `mix` is a bijection."""
+        lots = mix_array(self._streams("mask", samples)[:, None], np.arange(allowed.shape[1]))
+        lots[~allowed] = _LAST
+        lowest = np.sort(lots, axis=1)
+        bound = lowest[np.arange(counts.size), np.maximum(counts, 1) - 1]
+        return allowed & (lots <= bound[:, None])
+
+    def _replace(self, tokens: np.ndarray, row: np.ndarray, place: np.ndarray, samples: Sequence[int]) -> np.ndarray:
         tokens = tokens.copy()
-        fate = (mix_array(key("mask fate", self._seed, sample), chosen) >> np.uint64(11)) * _UNIT
-        tokens[chosen[fate < _MASKED]] = self._mask_id
-        swapped = chosen[(fate >= _MASKED) & (fate < _MASKED + _RANDOM)]
+        fate = (mix_array(self._streams("mask fate", samples)[row], place) >> np.uint64(11)) * _UNIT
+        masked, swapped = fate < _MASKED, (fate >= _MASKED) & (fate < _MASKED + _RANDOM)
+        tokens[row[masked], place[masked]] = self._mask_id
         if self._ordinary.size:
-            draw = mix_array(key("mask swap", self._seed, sample), swapped) % np.uint64(self._ordinary.size)
-            tokens[swapped] = self._ordinary[draw.astype(np.int64)]
+            row, place = row[swapped], place[swapped]
+            draw = mix_array(self._streams("mask swap", samples)[row], place) % np.uint64(self._ordinary.size)
+            tokens[row, place] = self._ordinary[draw.astype(np.int64)]
         return tokens
+
+    def _streams(self, name: str, samples: Sequence[int]) -> np.ndarray:
+        """uint64 [B]"""
+        return np.array([key(name, self._seed, sample) for sample in samples], dtype=np.uint64)

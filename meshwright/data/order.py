@@ -43,11 +43,12 @@ def mix(stream: int, counter: int) -> int:
     return x ^ (x >> 31)
 
 
-def mix_array(stream: int, counters: np.ndarray) -> np.ndarray:
-    """`mix` of every counter. Any integer array in, uint64 of the same shape out."""
-    x = counters.astype(np.uint64)  # a copy, so that everything below happens in place
+def mix_array(stream: int | np.ndarray, counters: np.ndarray) -> np.ndarray:
+    """`mix` of every counter, of one stream or of as many (uint64) as broadcast against the counters. Any integer array in,
+    uint64 of the broadcast shape out."""
+    x = counters.astype(np.uint64)
     x *= _STEP_64
-    x += np.uint64(stream)
+    x = x + (stream if isinstance(stream, np.ndarray) else np.uint64(stream))  # everything below happens in place
     x ^= x >> _SHIFTS[0]
     x *= _A_64
     x ^= x >> _SHIFTS[1]

@@ -3,22 +3,22 @@
 Memory stays small whatever the corpus: a split is kept as runs of neighbouring documents (as many numbers as the smaller
 part has documents), and windows are indexed once every 1024 documents. Everything else is read from the store's offsets.
 
-Legend: S tokens a row, n <= S of them real, k documents in a row.
+Legend: B rows, S tokens a row, W tokens a window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import sqrt
 from typing import Protocol
 
 import numpy as np
 
 from meshwright.data.batch import IGNORE
+from meshwright.data.cuts import Cut, Cuts
 from meshwright.data.order import key, mix_array
 
-__all__ = ["Cut", "DocumentRows", "Rows", "Store", "StreamRows", "Subset", "held_out"]
+__all__ = ["DocumentRows", "Rows", "Store", "StreamRows", "Subset", "held_out"]
 
 _SPLIT_SALT = "held-out documents"  # never changes: the split must outlive versions and the seeds of runs
 _CHUNK = 1 << 20
@@ -41,30 +41,13 @@ class Store(Protocol):
     def read(self, start: int, stop: int) -> np.ndarray: ...
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The n real tokens of a row, before an objective makes inputs and labels of them.
-
-    tokens     int64 [n]
-    following  int64 [n] the token that comes after each one, IGNORE where there is none or it is no target
-    starts     int64 [k] where each document of the row begins, the first at 0
-    eligible   bool [n] tokens that may be predicted themselves (masked_lm); None: all
-    label      class of the document; IGNORE where documents have none
-    """
-
-    tokens: np.ndarray
-    following: np.ndarray
-    starts: np.ndarray
-    eligible: np.ndarray | None = None
-    label: int = IGNORE
-
-
 class Rows(Protocol):
-    """A corpus as numbered rows."""
+    """A corpus as numbered rows. `cut` says what a row is; `cuts` gives the same of B rows (int64 [B]) side by side."""
 
     @property
     def rows(self) -> int: ...
     def cut(self, row: int) -> Cut: ...
+    def cuts(self, rows: np.ndarray) -> Cuts: ...
 
 
 def held_out(documents: int, fraction: float) -> np.ndarray:
@@ -159,6 +142,35 @@ class Subset:
         tokens, begins, ids = zip(*parts, strict=True)
         return np.concatenate(tokens), np.concatenate(begins), np.concatenate(ids)
 
+    def windows(
+        self, starts: np.ndarray, stops: np.ndarray, width: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """`window` of every pair, at most W = `width` tokens each: (tokens [B, W] of the store's type, zeros behind those of a
+        shorter window; then of each document, window after window: the window's number, where the document begins, its number
+        in the store). Documents without tokens may be named where they stand."""
+        window, shift, begin, end = self._pieces_of(starts, stops)
+        read = self.store.read
+        tokens = np.concatenate([read(a, b) for a, b in zip(begin.tolist(), end.tolist(), strict=True)])
+        if tokens.size < starts.size * width:
+            filled, tokens = tokens, np.zeros((starts.size, width), dtype=tokens.dtype)
+            tokens[np.arange(width) < (stops - starts)[:, None]] = filled
+        first = self._offsets.searchsorted(begin, side="right") - 1
+        piece, ids = _ranges(first, self._offsets.searchsorted(end, side="left"))
+        return tokens.reshape(-1, width), window[piece], self._offsets[ids] - (shift + starts[window])[piece], ids
+
+    def _pieces_of(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(number of the window, what a place in the store is more than in the stream, first and past-the-last token in the
+        store) of each run that a window meets, window after window."""
+        if len(self._first) == 1:
+            return np.arange(starts.size), self._base, starts + self._base, stops + self._base
+        first = self._stream.searchsorted(starts, side="right") - 1
+        window, run = _ranges(first, self._stream.searchsorted(stops, side="left"))
+        begin, end = np.maximum(starts[window], self._stream[run]), np.minimum(stops[window], self._stream[run + 1])
+        if not (full := begin < end).all():  # runs without tokens
+            window, run, begin, end = window[full], run[full], begin[full], end[full]
+        shift = self._base[run] - self._stream[run]
+        return window, shift, begin + shift, end + shift
+
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """(first and past-the-last token in the store, place in the window) of each run that the window meets."""
         run = int(self._stream.searchsorted(start, side="right")) - 1
@@ -185,6 +197,14 @@ def _cumulative(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
+def _ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers first[i] .. last[i] - 1 of every i, one after the other, behind the i of each."""
+    counts = last - first
+    ends = counts.cumsum()
+    owner = np.arange(counts.size).repeat(counts)
+    return owner, np.arange(owner.size) - (ends - last)[owner]
+
+
 def _spread(begins: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Index of the document of each of `size` tokens, and its offset in that document."""
     lengths = np.diff(np.concatenate([np.maximum(begins, 0), [size]]))
@@ -203,7 +223,7 @@ class StreamRows:
         self.subset = subset
         self.seq_len = seq_len
         self._mask = document_mask
-        self._prompts = subset.store.prompt_lengths if response_only else None
+        self._prompts = np.asarray(subset.store.prompt_lengths) if response_only else None
 
     @property
     def rows(self) -> int:
@@ -220,7 +240,7 @@ class StreamRows:
         eligible = None
         if self._prompts is not None:
             document, offset = _spread(begins, tokens.size)
-            target = offset >= np.asarray(self._prompts[ids])[document]
+            target = offset >= self._prompts[ids][document]
             following[: tokens.size - 1][~target[1:]] = IGNORE
             eligible = target[:size]
         if not self._mask:
@@ -229,6 +249,39 @@ class StreamRows:
         starts = begins[:-1] if begins[-1] >= size else begins  # the last may begin behind the row
         starts[0] = 0
         return Cut(tokens[:size], following, starts, eligible)
+
+    def cuts(self, rows: np.ndarray) -> Cuts:
+        starts, width = rows * self.seq_len, self.seq_len + 1
+        stops = np.minimum(starts + width, self.subset.tokens)
+        seen, owner, begins, ids = self.subset.windows(starts, stops, width)
+        tokens, following = seen[:, :-1].astype(np.int64), seen[:, 1:].astype(np.int64)
+        sizes = np.minimum(stops - starts, self.seq_len)
+        for row in np.flatnonzero(stops - starts < width):  # at the end of the corpus
+            following[row, stops[row] - starts[row] - 1 :] = IGNORE
+        eligible = None
+        if self._prompts is not None:
+            target = _targets(owner, begins, begins + self._prompts[ids], (rows.size, width))
+            following[~target[:, 1:]] = IGNORE
+            eligible = target[:, :-1]
+        first = np.zeros(tokens.shape, dtype=bool)
+        if self._mask:
+            behind = begins > 0
+            begins = begins[behind]
+            borders = owner[behind] * self.seq_len + begins
+            following.reshape(-1)[borders - 1] = IGNORE
+            first.reshape(-1)[borders[begins < self.seq_len]] = True  # the others begin behind their row
+        first[:, 0] = True
+        return Cuts(tokens, following, first, sizes, eligible)
+
+
+def _targets(owner: np.ndarray, begins: np.ndarray, turns: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    """bool [B, W]: the places of each document from `turns` on, which as `begins` counts within the window `owner`."""
+    rows, width = shape
+    low = owner * width + np.maximum(begins, 0)
+    ends = np.append(low[1:], rows * width)
+    turn = np.clip(owner * width + turns, low, ends)
+    lengths = np.stack([turn - low, ends - turn], axis=1).reshape(-1)
+    return np.tile([False, True], low.size).repeat(lengths).reshape(shape)
 
 
 class DocumentRows:
@@ -281,6 +334,9 @@ class DocumentRows:
             tokens[-1] = last
         label = IGNORE if self._labels is None else int(self._labels[document])
         return Cut(tokens, following, np.zeros(1, dtype=np.int64), eligible, label)
+
+    def cuts(self, rows: np.ndarray) -> Cuts:
+        return Cuts.of([self.cut(row) for row in rows.tolist()], self.seq_len)
 
     def _build(self) -> np.ndarray:
         """Rows before every 1024th document, and in all."""

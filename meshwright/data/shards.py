@@ -35,7 +35,8 @@ class TokenStore:
         self.offsets = self._map(manifest.offsets, "<i8")
         self.labels = self._map(manifest.labels, "<i8") if manifest.labels else None
         self.prompt_lengths = self._map(manifest.prompt_lengths, "<i8") if manifest.prompt_lengths else None
-        self._shards = [self._map(record, f"<u{manifest.itemsize}") for record in manifest.shards]
+        # plain views: memmap's own type slows every small slice
+        self._shards = [np.asarray(self._map(record, f"<u{manifest.itemsize}")) for record in manifest.shards]
         self._starts = [0]
         for shard in self._shards:
             self._starts.append(self._starts[-1] + len(shard))
@@ -74,7 +75,7 @@ class TokenStore:
             if base >= stop and parts:
                 break
             parts.append(self._shards[number][max(0, start - base) : stop - base])
-        return np.asarray(parts[0]) if len(parts) == 1 else np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def document(self, number: int) -> np.ndarray:
         """All tokens of one document, special ones included."""

@@ -30,7 +30,7 @@ WRAPPED = {
     "loss": "meshwright.train.objectives:Objective.loss",
     "update": "meshwright.parallel.engine:Engine.update",
     "reduce": "torch.distributed:all_reduce",
-    "row": "meshwright.data.dataset:RowDataset.row",
+    "rows": "meshwright.data.dataset:RowDataset.block",
     "load": "meshwright.checkpoint.store:CheckpointStore.load",
     "clean": "meshwright.checkpoint.retain:clean",
     "stage": "meshwright.checkpoint.writer:Staging.fill",

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], Plant, Callable[[int], bool]]] = {
     # one row a rank and step, made when it is asked for
     "data": (
         {"data": {"prefetch": 0}, "train": {"batch": 2}},
-        Plant("sleep", "before row", every=2, rank=0, value=SLEEP),
+        Plant("sleep", "before rows", every=2, rank=0, value=SLEEP),
         EVEN,
     ),
     # the other rank is late, and this one waits for it in the collective

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 
 from meshwright.config.schema import Source
 from meshwright.data.batch import IGNORE
-from meshwright.data.dataset import build_datasets
+from meshwright.data.dataset import Block, build_datasets
 from meshwright.data.prepare import prepare
 from meshwright.data.shards import TokenStore
 from meshwright.data.tokenizer import Tokenizer
@@ -139,6 +139,46 @@ def test_a_blend_of_corpora():
     assert train.rows == 11
     second = sum(row.tokens[0] == 63 for row in rows_of(train, 256))
     assert second == 64
+
+
+@pytest.mark.parametrize("kind", ["causal_lm", "masked_lm", "classify"])
+@pytest.mark.parametrize("packing", ["stream", "none"])
+@pytest.mark.parametrize("weights", [[None, None, None], [3.0, 1.0, 0.5]])
+def test_samples_made_together_are_those_made_alone(kind, packing, weights):
+    # Red when rows of several corpora come in the order of the corpora.
+    random = np.random.default_rng(0)
+    parts = [[random.integers(0, 64, size).tolist() for size in random.integers(0, 20, 40)] for _ in weights]
+    stores = [labelled(part, [0, 1] * 20, ["x", "y"], prompt_lengths=random.integers(0, 6, 40)) for part in parts]
+    train = [{"path": str(number), "weight": weight} for number, weight in enumerate(weights)]
+    objective = {"kind": kind} if kind == "classify" else {"kind": kind, "response_only": True}
+    settings = config(
+        data={"train": train, **({} if kind == "classify" else {"packing": packing})},
+        objective=objective,
+        model={"arch": "decoder" if kind == "causal_lm" else "encoder"},
+    )
+    dataset, _ = build_datasets(settings, stores, [], Words())
+    for start, stop in [(0, 1), (5, 37), (dataset.rows - 9, dataset.rows + 4)]:  # also over the end of an epoch
+        alone = Block.of([dataset.row(sample) for sample in range(start, stop)])
+        together = dataset.block(range(start, stop))
+        for field in fields(Block):
+            ours, theirs = getattr(together, field.name), getattr(alone, field.name)
+            assert (ours is None) == (theirs is None)
+            assert ours is None or (ours.dtype == theirs.dtype and np.array_equal(ours, theirs)), field.name
+
+
+@pytest.mark.parametrize("response_only", [False, True])
+def test_padding_is_never_asked_for(response_only):
+    # Red when `eligible` goes to the masks without what is padding: id 0, which fills the rows then, is an ordinary one here.
+    words = replace(Words(), pad=6, unk=None)
+    store = FakeStore([[9] * 5, [9] * 3], prompt_lengths=np.array([1, 1]))
+    objective = {"kind": "masked_lm", "mask_fraction": 0.9, "response_only": response_only}
+    dataset, _ = build_datasets(
+        config(data={"packing": "none"}, objective=objective, model={"arch": "encoder"}), [store], [], words
+    )
+    block = dataset.block(range(8))
+    asked = block.labels != IGNORE
+    assert np.all(block.labels[asked] == 9) and np.all((block.select < block.lengths[:, None])[asked])
+    assert asked.sum(axis=1).tolist() == [round(0.9 * (length - response_only)) for length in block.lengths]
 
 
 def test_a_held_out_part_that_would_be_empty_is_refused_with_the_numbers():

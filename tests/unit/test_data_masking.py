@@ -16,6 +16,11 @@ def masking(seq_len: int = 64, fraction: float = 0.15, seed: int = 0, vocab_size
     return Masking(seed, fraction=fraction, seq_len=seq_len, vocab_size=vocab_size, mask_id=MASK, special_ids=SPECIAL)
 
 
+def one(draw: Masking, row: np.ndarray, sample: int, eligible: np.ndarray | None = None) -> list[np.ndarray]:
+    """A micro-batch of one row."""
+    return [value[0] for value in draw(row[None], [sample], None if eligible is None else eligible[None])]
+
+
 @settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 99), min_size=1, max_size=64),
@@ -28,7 +33,7 @@ def test_exactly_the_asked_number_of_ordinary_tokens_is_chosen(tokens, fraction,
     row = np.array(tokens)
     eligible = np.array(data.draw(st.lists(st.booleans(), min_size=row.size, max_size=row.size)))
     draw = masking(fraction=fraction)
-    masked, select, labels = draw(row, sample, eligible)
+    masked, select, labels = one(draw, row, sample, eligible)
     candidates = [i for i, token in enumerate(tokens) if token not in SPECIAL and eligible[i]]
     count = max(1, round(fraction * len(candidates))) if candidates else 0
     assert select.shape == labels.shape == (draw.slots,)
@@ -48,7 +53,7 @@ def test_eighty_ten_ten():
     fates = np.zeros(3)
     places = np.zeros(1000)
     for sample in range(200):
-        masked, select, _ = draw(row, sample)
+        masked, select, _ = one(draw, row, sample)
         here = masked[select]
         fates += [(here == MASK).sum(), ((here != MASK) & (here != 50)).sum(), (here == 50).sum()]
         places[select] += 1
@@ -61,7 +66,7 @@ def test_eighty_ten_ten():
 
 def test_random_tokens_cover_the_ordinary_vocabulary_evenly():
     draw, row = masking(seq_len=1000, fraction=0.9), np.full(1000, 50)
-    drawn = np.concatenate([draw(row, sample)[0] for sample in range(100)])
+    drawn = np.concatenate([one(draw, row, sample)[0] for sample in range(100)])
     counts = np.bincount(drawn[(drawn != MASK) & (drawn != 50)], minlength=100)
     assert counts[:7].sum() == 0
     assert np.delete(counts[7:], 43).min() > 50 and counts.max() < 150  # about 97 each
@@ -69,17 +74,31 @@ def test_random_tokens_cover_the_ordinary_vocabulary_evenly():
 
 def test_a_row_is_a_function_of_seed_and_sample_only():
     row = np.arange(7, 71)
-    first = masking()(row, 5)
-    masking()(row, 4)
-    again = masking()(row, 5)
+    first = one(masking(), row, 5)
+    one(masking(), row, 4)
+    again = one(masking(), row, 5)
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    for other in (masking()(row, 6), masking(seed=1)(row, 5)):
+    for other in (one(masking(), row, 6), one(masking(seed=1), row, 5)):
         assert not np.array_equal(first[1], other[1])
+
+
+@settings(deadline=None)
+@given(rows=st.integers(1, 6), seq_len=st.integers(1, 40), fraction=st.floats(0.001, 0.999), data=st.data())
+def test_rows_drawn_together_are_those_drawn_alone(rows, seq_len, fraction, data):
+    # Red when all rows take the first one's stream, and when every row takes as many places as the first.
+    draw = masking(seq_len=seq_len, fraction=fraction)
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    tokens, eligible = random.integers(0, 100, (rows, seq_len)), random.random((rows, seq_len)) < 0.8
+    samples = range(11, 11 + rows)
+    together = draw(tokens, samples, eligible)
+    for row, sample in enumerate(samples):
+        alone = one(draw, tokens[row], sample, eligible[row])
+        assert all(np.array_equal(value[row], single) for value, single in zip(together, alone, strict=True))
 
 
 def test_the_draws_are_the_same_for_ever():
     # A run that is resumed after an upgrade depends on these very numbers.
-    masked, select, labels = masking(seq_len=40)(np.arange(7, 47), 12345)
+    masked, select, labels = one(masking(seq_len=40), np.arange(7, 47), 12345)
     assert select.tolist() == SELECT
     assert labels.tolist() == [7 + place for place in SELECT]
     assert masked[select].tolist() == MASKED
@@ -97,5 +116,5 @@ def test_the_number_of_slots_is_fixed_by_the_row_length(seq_len, fraction, slots
 
 
 def test_a_row_of_special_tokens_has_no_target():
-    masked, _select, labels = masking()(np.array([1, 4, 5, 2]), 0)
+    masked, _select, labels = one(masking(), np.array([1, 4, 5, 2]), 0)
     assert masked.tolist() == [1, 4, 5, 2] and np.all(labels == IGNORE)

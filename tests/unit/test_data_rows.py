@@ -77,6 +77,40 @@ def test_document_rows_are_the_windows_of_each_document(lengths, seq_len, fracti
         assert rows.empty == sum(not store.parts[d] for d in subset.ids(0, subset.documents).tolist())
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=LENGTHS,
+    seq_len=ROW,
+    fraction=st.sampled_from([0.0, 0.2, 0.5]),
+    mask=st.booleans(),
+    response=st.booleans(),
+    whole=st.booleans(),
+    data=st.data(),
+)
+def test_rows_cut_together_are_those_cut_alone(lengths, seq_len, fraction, mask, response, whole, data):
+    # Red when a border behind a row counts as one in the next row, when runs without tokens stay among the pieces of a window,
+    # when the last row of the corpus has a target behind its end, and when prompts are counted from the window's begin.
+    store = counting(lengths, prompt_lengths=prompts_for(lengths))
+    for subset in Subset.split(store, fraction):
+        if whole:
+            rows: StreamRows | DocumentRows = DocumentRows(subset, seq_len, response_only=response)
+        else:
+            rows = StreamRows(subset, seq_len, document_mask=mask, response_only=response)
+        if not rows.rows:
+            continue
+        wanted = data.draw(st.lists(st.integers(0, rows.rows - 1), min_size=1, max_size=12))
+        cuts = rows.cuts(np.array(wanted))
+        assert cuts.tokens.shape == cuts.following.shape == cuts.first.shape == (len(wanted), seq_len)
+        assert cuts.tokens.dtype == cuts.following.dtype == cuts.sizes.dtype == np.int64
+        for row, cut in enumerate(map(rows.cut, wanted)):
+            size = int(cuts.sizes[row])
+            assert np.array_equal(cuts.tokens[row, :size], cut.tokens)
+            assert np.array_equal(cuts.following[row, :size], cut.following) and np.all(cuts.following[row, size:] == IGNORE)
+            assert np.flatnonzero(cuts.first[row]).tolist() == cut.starts.tolist()
+            assert (cut.eligible is None) == (cuts.eligible is None)
+            assert cut.eligible is None or np.array_equal(cuts.eligible[row, :size], cut.eligible)
+
+
 def test_a_very_long_document_is_cut_into_windows():
     length, seq_len = 1_000_003, 512
     store = FakeStore([np.zeros(3, np.int64), np.arange(length) % 60_000, np.zeros(5, np.int64)])

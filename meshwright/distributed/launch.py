@@ -268,7 +268,7 @@ class _Launch:
             self.deadline = time.monotonic() + self.grace + _LATE
             (self.private / "stop").write_text("0")
             name = signal.Signals(self.signals[0]).name
-            _say(f"{name}: asking the ranks to save and stop, within {self.grace:g} s; once more ends them at once")
+            _say(f"{name}: asking the ranks to finish and stop, within {self.grace:g} s; once more ends them at once")
         number = signal.SIGINT if self.signals[0] == signal.SIGINT else signal.SIGTERM
         ranks = self.agent.ranks()
         for pid in ranks:

@@ -229,7 +229,7 @@ class _Launch:
         self.max_restarts = max_restarts
         self.signals: list[int] = []
         self.told: set[int] = set()
-        self.deadline = float("inf")
+        self.deadline: float | None = None
         self.starts = 0
 
     def run(self) -> int:
@@ -264,7 +264,7 @@ class _Launch:
 
     def _stopping(self) -> bool:
         """Tell every rank once, also one that is only now starting; False when they have had their time."""
-        if self.deadline == float("inf"):
+        if self.deadline is None:
             self.deadline = time.monotonic() + self.grace + _LATE
             (self.private / "stop").write_text("0")
             name = signal.Signals(self.signals[0]).name

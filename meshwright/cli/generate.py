@@ -32,7 +32,9 @@ def register(app: typer.Typer) -> None:
         dtype: str | None = typer.Option(None, help="With --prompts: of the weights: fp32, bf16 or fp16."),
         quantization: str | None = typer.Option(None, help="With --prompts: fp8: the matrices of all layers in 8 bits."),
         kv_cache_dtype: str | None = typer.Option(None, help="With --prompts: fp8: keys and values in 8 bits."),
-        max_running: int | None = typer.Option(None, min=1, help="With --prompts: at a time, a copy; default: 512, CPU 64."),
+        max_running: int | None = typer.Option(
+            None, min=1, max=1 << 16, help="With --prompts: at a time, a copy; default: 512, CPU 64."
+        ),
         token_budget: int | None = typer.Option(None, min=1, help="With --prompts: tokens a step; default: 16,384, CPU 512."),
         blocks: int | None = typer.Option(None, min=1, help="With --prompts: blocks of a copy's KV cache."),
         best: bool = typer.Option(False, "--best", help="The checkpoint with the best held-out loss instead of the newest."),

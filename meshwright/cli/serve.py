@@ -29,7 +29,9 @@ def register(app: typer.Typer) -> None:
         dtype: str | None = typer.Option(None, help="Of the weights: fp32, bf16 or fp16; default: as stored, bf16 on a GPU."),
         quantization: str | None = typer.Option(None, help="fp8: the matrices of all layers in 8 bits."),
         kv_cache_dtype: str | None = typer.Option(None, help="fp8: keys and values in 8 bits; default: as the weights."),
-        max_running: int | None = typer.Option(None, min=1, help="Most requests computed together; default: 256, on a CPU 64."),
+        max_running: int | None = typer.Option(
+            None, min=1, max=1 << 16, help="Most requests computed together; default: 256, on a CPU 64."
+        ),
         token_budget: int | None = typer.Option(None, min=1, help="Most tokens of a step; default: 2,048, on a CPU 512."),
         blocks: int | None = typer.Option(None, min=1, help="Blocks of the KV cache; default: what there is room for."),
         max_queue: int = typer.Option(256, min=1, help="Requests that may wait; more are answered with 429."),

@@ -229,7 +229,7 @@ class _Launch:
         self.max_restarts = max_restarts
         self.signals: list[int] = []
         self.told: set[int] = set()
-        self.deadline = float("inf")
+        self.deadline: float | None = None
         self.starts = 0
 
     def run(self) -> int:
@@ -264,11 +264,11 @@ class _Launch:
 
     def _stopping(self) -> bool:
         """Tell every rank once, also one that is only now starting; False when they have had their time."""
-        if self.deadline == float("inf"):
+        if self.deadline is None:
             self.deadline = time.monotonic() + self.grace + _LATE
             (self.private / "stop").write_text("0")
             name = signal.Signals(self.signals[0]).name
-            _say(f"{name}: asking the ranks to save and stop, within {self.grace:g} s; once more ends them at once")
+            _say(f"{name}: asking the ranks to finish and stop, within {self.grace:g} s; once more ends them at once")
         number = signal.SIGINT if self.signals[0] == signal.SIGINT else signal.SIGTERM
         ranks = self.agent.ranks()
         for pid in ranks:

@@ -1,4 +1,5 @@
-"""How the body of a request is read: a key that stands twice in an object is a mistake, not the value that comes last."""
+"""How the body of a request is read: as UTF-8, and a key that stands twice in an object is a mistake, not the value that comes
+last."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-__all__ = ["BodyRoute", "RepeatedKey"]
+__all__ = ["BodyRoute", "RepeatedKey", "once"]
 
 
 class RepeatedKey(HTTPException):
@@ -25,7 +26,7 @@ class RepeatedKey(HTTPException):
 class _Body(Request):
     async def json(self) -> Any:
         """Raises RepeatedKey, and what json.loads raises."""
-        return json.loads(await self.body(), object_pairs_hook=_once)
+        return json.loads((await self.body()).decode("utf-8-sig"), object_pairs_hook=once)
 
 
 class BodyRoute(APIRoute):
@@ -40,9 +41,12 @@ class BodyRoute(APIRoute):
         return handler
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For json.loads: an object. Raises RepeatedKey, and UnicodeEncodeError for a key that is no text."""
     found = dict(pairs)
     if len(found) < len(pairs):
         seen: set[str] = set()
         raise RepeatedKey(next(key for key, _ in pairs if key in seen or seen.add(key)))  # type: ignore[func-returns-value]
+    for key in found:
+        key.encode()  # one with half of a surrogate pair could not be named in an answer
     return found

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import DataError, Finding, counted
+from meshwright.serve.body import RepeatedKey, once
 from meshwright.serve.contract import Engine
 from meshwright.serve.faults import ApiError
 from meshwright.serve.prompts import Prompts
@@ -87,7 +88,9 @@ def _rows(path: Path) -> Iterator[tuple[str, str | Finding]]:
 
 def _prompt(line: str, where: str) -> str | Finding:
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=once)
+    except RepeatedKey as error:
+        return Finding(where, f"has the key {error.key!r} more than once in an object", "Keep one of them")
     except (ValueError, RecursionError) as error:
         return Finding(where, f"is not valid JSON: {error}")
     text = row.get("prompt") if isinstance(row, dict) else None
@@ -175,7 +178,8 @@ def answer_file(
     except FileExistsError:
         raise DataError(findings=[Finding(str(target), "is there already", "Name another file")]) from None
     except OSError as error:
-        raise DataError(findings=[Finding(str(target), f"cannot be written: {error.strerror}")]) from None
+        fix = "Free space or name a file elsewhere, and remove this one, which is not whole" if made else "Name another file"
+        raise DataError(findings=[Finding(str(target), f"cannot be written: {error.strerror}", fix)]) from None
     return made, tokens
 
 

@@ -28,10 +28,18 @@ def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _boolean(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool):
+        raise ValueError("should be false")  # of all errors this one is told of the field
+    return value
+
+
 WHOLE = BeforeValidator(_integer)
 """As JSON Schema has it, 5.0 is an integer. Not of token ids: a call each for a million of them would hold up every stream."""
 Whole = Annotated[int, Field(ge=0, le=2**31 - 1), WHOLE]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Off = Annotated[Literal[False], BeforeValidator(_boolean)]
+"""0 is not false, which Python takes for equal."""
 Text = Annotated[str, Field(min_length=1)]
 Ids = Annotated[list[Token], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -46,7 +54,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool | None = Field(None, description="A last chunk with the usage and without choices. Default false.")
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: Off | None = None
 
 
 class TextFormat(Strict):
@@ -143,7 +151,7 @@ class ChatRequest(Sampling):
     prediction: None = None
     reasoning_effort: None = None
     service_tier: None = None
-    store: Literal[False] | None = None
+    store: Off | None = None
     metadata: None = None
     prompt_cache_key: None = None
     prompt_cache_retention: None = None

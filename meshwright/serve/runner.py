@@ -41,7 +41,7 @@ class Runner:
     graphs: whether a step of one new token for each sequence is padded and, where the device can, recorded once and replayed
     (`serve.graphs`); None: where that can be recorded. Of some layers only no step is.
     cache_dtype: of keys and values in the cache; None: of the weights. key_span: of `kernels.paged_attention.Pages`
-    Raises DeviceError where no sequence of the model's length fits.
+    Raises DeviceError where no sequence of the model's length fits, or not what was asked for.
     """
 
     lanes = 1
@@ -72,7 +72,7 @@ class Runner:
                 layer.mlp.router.capacity = None  # a limit by row would let an answer depend on its batch mates
         self._latest = torch.zeros(padded_rows(sequences), dtype=torch.int64, device=self.device)
         self._decoding: Decoding | None = None
-        self.blocks = self._size(token_budget, sequences) if blocks is None else blocks
+        self.blocks = self._size(token_budget, sequences) if blocks is None else self._held(blocks)
         self._allocate(self.blocks)
         recorded = devices.records(self.device) and _stays_on_device(model)
         if (recorded if graphs is None else graphs) and self.span == (0, len(model.layers)):
@@ -150,6 +150,15 @@ class Runner:
             for shape in self._shapes
         ]
 
+    def _held(self, blocks: int) -> int:
+        """So many, where there is memory for them: a CPU promises what it does not have, and ends the process later."""
+        each = block_bytes(self._shapes, self.block_size, self.cache_dtype)
+        free, _ = devices.memory_total(self.device)
+        if (blocks + 1) * each > free:
+            what = f"{blocks:,} of {each:,} bytes are {blocks * each / 2**30:,.1f} GiB, and {free / 2**30:,.1f} are free"
+            raise DeviceError(findings=[Finding("blocks", what, f"Use {max(free // each - 1, 1):,} or less, or leave it out")])
+        return blocks
+
     def _size(self, token_budget: int, sequences: int) -> int:
         """Blocks for what is free beside a step of the full budget; on a CPU as many as `sequences` of full length need, within
         CPU_CACHE_BYTES."""
@@ -171,7 +180,12 @@ class Runner:
         fields = np.stack((np.zeros(tokens), np.full(tokens, -1), positions, row * pages * self.block_size + positions))
         table = np.arange(len(counts) * pages).reshape(-1, pages)
         hidden = torch.zeros(tokens, self.model.config.width, dtype=self.dtype, device=self.device) if self.span[0] else None
-        self.run(Packed.of(fields, np.stack((counts, counts)), np.arange(tokens)[-sequences:], table), hidden)
+        try:
+            self.run(Packed.of(fields, np.stack((counts, counts)), np.arange(tokens)[-sequences:], table), hidden)
+        except torch.OutOfMemoryError:
+            what = f"a step of {tokens:,} tokens with logits of {min(tokens, sequences):,} needs more memory than is left"
+            fix = "Use smaller ones, fewer weights a device, or larger devices"
+            raise DeviceError(findings=[Finding("token_budget, max_running", what, fix)]) from None
         self._forward.cache = []
         devices.synchronize(self.device)
 

@@ -13,7 +13,9 @@ import pytest
 from meshwright.serve import gate, protocol, stream
 from meshwright.serve.gate import Keys
 from meshwright.serve.http import Limits
+from meshwright.serve.runner import CPU_CACHE_BYTES
 from meshwright.serve.server import HEADER_S, ServerOptions
+from meshwright.serve.step_sizes import step_sizes
 from tests.docs.markdown import ROOT, blocks, commands
 from tests.unit.serve_fakes import FakeEngine, chunks, served
 from tests.unit.test_serve_encoder import engine as encoder
@@ -97,6 +99,17 @@ def test_the_limits_are_those_of_the_code():
     assert values["tokens of their prompts"] == f"`--max-queue-tokens`, {options.max_queue_tokens:,}"
     assert values["a client that takes nothing of its stream"] == f"{stream.SEND_S:g} s"
     assert f"after {stream.PING_S:g} silent seconds" in TEXT and gate.VARIABLE in TEXT
+
+
+def test_the_sizes_of_a_step_are_those_of_the_code():
+    """Mutation tried: 8,192 tokens offline."""
+    rows = {row[0].strip("`"): row[2:] for row in table("How much at a time")}
+    sizes = [step_sizes(kind, offline) for kind, offline in (("cuda", False), ("cuda", True), ("cpu", False))]
+    assert rows["--max-running"] == [f"{size.running:,}" for size in sizes]
+    assert rows["--token-budget"] == [f"{size.tokens:,}" for size in sizes] and step_sizes("cpu", True) == sizes[-1]
+    assert rows["--blocks"][2].endswith(f"at most {CPU_CACHE_BYTES >> 30} GiB")
+    options = ServerOptions()
+    assert f"`--drain` seconds ({options.drain_s:g})" in TEXT and f"`--stall` seconds ({options.stall_s:g})" in TEXT
 
 
 def test_every_setting_is_named():

@@ -9,9 +9,11 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from meshwright.distributed import launch
 from meshwright.distributed.failure import Failure, ended, first_culprit
 from meshwright.distributed.stop import StopFlag
 from meshwright.distributed.watch import EXIT_HUNG, Watchdog
@@ -141,3 +143,11 @@ def test_a_terminal_that_went_away_does_not_end_the_run(tmp_path: Path):
     tee.write("still here\n")
     tee.flush()
     assert log.getvalue() == "still here\n"
+
+
+def test_ranks_are_asked_once_to_stop_whatever_time_they_get(tmp_path, capsys):
+    """Mutation tried: a deadline of infinity for "not asked yet", with which `--drain inf` said it ten times a second."""
+    launching = launch._Launch(SimpleNamespace(ranks=list), tmp_path, tmp_path, float("inf"), 0)
+    launching.told, launching.signals = {1}, [signal.SIGTERM]
+    assert launching._stopping() and launching._stopping()
+    assert capsys.readouterr().err.count("asking the ranks") == 1 and (tmp_path / "stop").exists()

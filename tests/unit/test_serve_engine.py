@@ -363,6 +363,29 @@ def test_blocks_from_what_is_free():
         blocks_for(50 * each, 100 * each, each, 16, 641, share=0.9)
 
 
+def test_memory_that_is_not_there_is_said_before_it_is_taken(monkeypatch: pytest.MonkeyPatch):
+    """Mutations tried: no look at what is free (the allocator's own error, or a process that is killed later); `_warm` without
+    its `except`."""
+    from meshwright.errors import DeviceError
+    from meshwright.serve.runner import block_bytes
+
+    with pytest.raises(DeviceError, match=r"blocks: 99,999,999,999 of .* GiB, and .* are free"):
+        engine_of(blocks=99_999_999_999)
+    runner = engine_of(max_running=3).runner
+    each = block_bytes(runner._shapes, runner.block_size, runner.cache_dtype)
+    monkeypatch.setattr("meshwright.distributed.device.memory_total", lambda device: (41 * each, 100 * each))
+    assert engine_of(blocks=40).pool.blocks == 40
+    with pytest.raises(DeviceError, match="Use 40 or less"):
+        engine_of(blocks=41)
+
+    def run(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(runner, "run", run)
+    with pytest.raises(DeviceError, match="token_budget, max_running: a step of 103 tokens with logits of 4 needs more"):
+        runner._warm(103, 4)
+
+
 @pytest.mark.parametrize("tokens", [5, 48, 103])
 def test_the_first_step_is_as_large_as_any(tokens: int, monkeypatch: pytest.MonkeyPatch):
     """More tokens than one sequence may have are several sequences, each in blocks of its own."""

@@ -280,6 +280,22 @@ OF_OPENAI = {
 NEEDED = {COMPLETE: {"prompt": "a"}, CHAT: {"messages": HELLO}}
 
 
+def test_zero_is_not_false_and_a_byte_order_mark_is_no_text():
+    """Mutation tried: `Literal[False]`, to which 0 is equal; the document says that it is not."""
+
+    async def story() -> None:
+        async with served() as here:
+            for body in ({"store": 0}, {"stream": True, "stream_options": {"include_obfuscation": 0}}):
+                answer = await here.post(CHAT, messages=HELLO, **body)
+                assert answer.status_code == 400 and answer.json()["error"]["param"] == next(iter({*body} - {"stream"}))
+            assert (await here.post(CHAT, messages=HELLO, store=False)).status_code == 200
+            marked = b'\xef\xbb\xbf{"prompt": "a"}'
+            answer = await here.http.post(COMPLETE, content=marked, headers={"content-type": "application/json"})
+            assert answer.status_code == 200
+
+    run(story())
+
+
 def test_null_is_the_same_as_leaving_an_optional_field_out():
     """On every route, and of objects in the body; and the document says so. Mutations tried: `user` not of all requests;
     `include_usage: bool = False`; no `refusal` in Message."""
@@ -343,9 +359,10 @@ def test_what_a_field_may_be_is_said_for_its_route():
         (b"{", "invalid_json"), (b"[1]", None), (b'{"prompt": "a", "max_tokens": 1e400}', "invalid_value"),
         (b'{"prompt": "a", "temperature": NaN}', "invalid_value"), (b"", None), (b"[" * 100_000, "invalid_json"),
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "invalid_json"), (b'{"prompt": "\xff"}', "invalid_json"),
-        (b"null", None),
+        (b"null", None), ('{"prompt": "a"}'.encode("utf-16"), "invalid_json"), (b'{"prompt": "\xed\xa0\x80"}', "invalid_json"),
+        (b'{"prompt": "a", "\\ud800": 1}', "invalid_json"),
     ],
-    ids=range(9),
+    ids=range(12),
 )  # fmt: skip
 def test_bodies_that_are_no_request(content: bytes, code: str | None):
     async def story() -> None:

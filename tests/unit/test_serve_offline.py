@@ -75,6 +75,30 @@ def test_everything_wrong_with_a_file_is_told_before_an_answer_file_is_made(tmp_
     assert [finding.what for finding in check_prompts(source)] == ["has no prompts"]
 
 
+def test_a_key_that_a_row_has_twice_is_named(tmp_path: Path):
+    """Mutation tried: plain json.loads, with which the last one is answered."""
+    rows = tmp_path / "in.jsonl"
+    rows.write_text('{"prompt": "a", "prompt": "b"}\n{"prompt": "c", "x": [{"y": 1, "y": 1}]}\n{"prompt": "d"}\n')
+    assert [(found.where, found.what) for found in check_prompts(rows)] == [
+        (f"{rows}:1", "has the key 'prompt' more than once in an object"),
+        (f"{rows}:2", "has the key 'y' more than once in an object"),
+    ]
+
+
+def test_a_disk_that_is_full_is_said_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Mutation tried: no fix, with which the next try is told that the file is there already."""
+    source = tmp_path / "in.txt"
+    source.write_text("a\n")
+    before = Path.open
+
+    def opened(path: Path, mode: str = "r", **more: str) -> object:
+        return before(Path("/dev/full"), "w") if mode == "x" else before(path, mode, **more)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(DataError, match=r"No space left on device.*remove this one, which is not whole"):
+        answer_file(FakeEngine(), source, tmp_path / "out.jsonl", SamplingParams(max_tokens=2))
+
+
 def test_ctrl_c_ends_an_answer_and_not_the_engine():
     engine = FakeEngine(ends=False)
 

@@ -42,12 +42,12 @@ class Resolved:
         try:
             yield
         except UserError as error:
-            if not any(_section(finding.where) for finding in error.findings):
+            if not any(_is_key(finding.where) for finding in error.findings):
                 raise
             raise type(error)(findings=[self._placed(finding) for finding in error.findings]) from None
 
     def _placed(self, finding: Finding) -> Finding:
-        if not _section(finding.where):
+        if not _is_key(finding.where):
             return finding
         return Finding(_place(finding.where, self.origin, ""), finding.what, finding.fix)
 
@@ -176,9 +176,9 @@ def _place(key: str, origin: dict[str, str], file: str) -> str:
     return place if place == f"--{key}" else f"{place}: {key}" if place else key
 
 
-def _section(key: str) -> bool:
-    """Whether it is a key of a config, not a file or a flag."""
-    return key.partition(".")[0] in Config.model_fields
+def _is_key(text: str) -> bool:
+    """Whether it is a key of a config, not a flag, nor a file such as train.jsonl."""
+    return ".".join(part for part in text.split(".") if not part.isdigit()) in set(_all_keys())
 
 
 _SHAPES = {

@@ -177,7 +177,8 @@ def test_a_value_of_another_shape_is_told_in_words_of_yaml(text, words, tmp_path
 
 
 def test_what_checks_of_keys_find_is_told_with_its_place(tmp_path):
-    # Red when a finding keeps its bare key, when a file that is called like a section gets a place of the config, and when the fix or type is lost.
+    # Red when a finding keeps its bare key, when a file that is called like a section gets a place of the config, and when
+    # the fix or the type is lost.
     path = write(tmp_path, "model:\n  recipe: debug\n  width: 520\ntrain: {lr: 1e-3}\n")
     resolved = load_config(path, ["--data.seq_len=64"])
     found = [

@@ -36,25 +36,28 @@ def is_full(error: OSError) -> bool:
     return error.errno in FULL
 
 
-def unwritable(where: str | Path, error: OSError, then: str = "") -> DeviceError:
+def unwritable(where: str | Path, error: OSError, then: str = "", size: int | None = None) -> DeviceError:
     """What to say of a file or folder that could not be written; of a full disk with the space that it has left.
 
-    where: empty where it is not known. then: what else there is to do after space was freed.
+    where: empty where it is not known. then: what else there is to do after space was freed. size: bytes that
+    were to be written, where that is known.
     """
     what = f"cannot be written: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and where and (free := _free(Path(where))) is not None:
-        what += f" ({readable(free)} free)"
+        needed = f"{readable(size)} are needed, " if size is not None else ""
+        what += f" ({needed}{readable(free)} free)"
     fix = NO_ROOM_FIX if is_full(error) else "Name another place, or let it be written to"
     return DeviceError(findings=[Finding(str(where) or "a file", what, f"{fix}. {then}" if then else fix)])
 
 
 @contextlib.contextmanager
-def writing(where: str | Path) -> Iterator[None]:
-    """Around what writes `where` and does nothing else. Raises DeviceError where it cannot be written."""
+def writing(where: str | Path, size: int | None = None) -> Iterator[None]:
+    """Around what writes `where`, of `size` bytes where that is known, and does nothing else. Raises DeviceError where it
+    cannot be written."""
     try:
         yield
     except OSError as error:
-        raise unwritable(where, error) from None
+        raise unwritable(where, error, size=size) from None
 
 
 @contextlib.contextmanager
@@ -69,15 +72,15 @@ def room(where: str | Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replacing(path: str | Path) -> Iterator[TextIO]:
+def replacing(path: str | Path, size: int | None = None) -> Iterator[TextIO]:
     """A text file to write, which takes the place of `path` when the block has ended: a full disk, a kill or a lost power
     leaves the old text or the new one, and no reader sees half of it. A link stays a link.
 
-    Raises DeviceError where it cannot be written.
+    size: its bytes, where they are known. Raises DeviceError where it cannot be written.
     """
     place = Path(path).resolve()
     aside = place.with_name(f".{place.name}.new")
-    with writing(path):
+    with writing(path, size):
         try:
             with open(aside, "w", encoding="utf-8") as file:
                 yield file
@@ -91,7 +94,7 @@ def replacing(path: str | Path) -> Iterator[TextIO]:
 
 def write_whole(path: str | Path, text: str) -> None:
     """Puts `text` in the place of a file, as `replacing` does."""
-    with replacing(path) as file:
+    with replacing(path, len(text.encode())) as file:
         file.write(text)
 
 

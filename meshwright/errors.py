@@ -13,6 +13,7 @@ MeshwrightError                 exit 1   a failure of ours, or of the machine
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -28,12 +29,22 @@ __all__ = [
     "RankFailure",
     "UserError",
     "counted",
+    "not_json",
 ]
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
     """ "1 document", "2,000 documents", "0 entries"."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def not_json(error: ValueError | RecursionError) -> str:
+    """Why `json` did not read a text, in words for whoever wrote it."""
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8 at byte {error.start}"
+    return f"is not JSON: {error}" if isinstance(error, json.JSONDecodeError) else "has a number of too many digits"
 
 
 @dataclass(frozen=True)

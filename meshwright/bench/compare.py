@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.bench.host.measures import Measure, shown
 from meshwright.bench.table import NONE, OURS, Result, combined, piped, ratio
-from meshwright.errors import Finding, UserError
+from meshwright.errors import Finding, UserError, not_json
 
 __all__ = ["compare", "load", "measures_of"]
 
@@ -22,8 +22,8 @@ def load(path: Path) -> dict[str, Any]:
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(findings=[Finding(str(path), f"cannot be read: {error.strerror}", "Give what --out named")]) from None
-    except ValueError as error:
-        raise UserError(findings=[Finding(str(file), f"is not JSON: {error}")]) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(findings=[Finding(str(file), not_json(error), "Give what --out named")]) from None
     if not isinstance(found, dict) or not isinstance(found.get("results"), list):
         raise UserError(findings=[Finding(str(file), "holds no results of a benchmark", "Give what --out named")])
     if findings := [Finding(str(file), what, "Keep what --out wrote as it is") for what in _damage(found)]:

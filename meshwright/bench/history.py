@@ -66,7 +66,8 @@ def read_folder(folder: Path) -> list[Kept]:
             findings.append(Finding(str(file), "has no date", "Keep what --out wrote as it is"))
         kept.append(Kept(file.name, data))
     if not kept and not findings:
-        findings.append(Finding(str(folder), "holds no JSON file", "Give a folder with results that were kept"))
+        what = "holds no JSON file" if folder.is_dir() else "is no folder" if folder.exists() else "there is no such folder"
+        findings.append(Finding(str(folder), what, "Give a folder with results that were kept"))
     if findings:
         raise UserError(findings=findings)
     return sorted(kept, key=lambda one: (one.data["date"], one.file.removesuffix(".json")))

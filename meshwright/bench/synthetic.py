@@ -110,8 +110,10 @@ def token_findings(path: str, workloads: Mapping[str, tuple[int, int]]) -> list[
         length, vocab, least = len(tokens), tokens.vocab, tokens.least
     except UserError as error:
         return list(error.findings)
-    except (OSError, EOFError, ValueError) as error:
-        return [Finding("--tokens", f"{path} cannot be read: {error}", fix)]
+    except OSError as error:
+        return [Finding("--tokens", f"{path} cannot be read: {error.strerror or error}", fix)]
+    except (EOFError, ValueError):
+        return [Finding("--tokens", f"{path} is no .npy file, or a damaged one", fix)]
     found = [Finding("--tokens", f"{path} has the token {least}", fix)] if least < 0 else []
     for name, (seq_len, size) in workloads.items():
         if vocab > size:

@@ -5,6 +5,7 @@ Order of precedence: flag, file, recipe, default.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import json
@@ -19,7 +20,7 @@ from meshwright.config.check import check
 from meshwright.config.recipes import recipe
 from meshwright.config.schema import Config
 from meshwright.config.yaml_source import YamlSource, parse_scalar, read_yaml
-from meshwright.errors import ConfigError, Finding, counted
+from meshwright.errors import ConfigError, Finding, UserError, counted
 
 __all__ = ["Resolved", "json_schema", "load_config", "resolve"]
 
@@ -34,6 +35,21 @@ class Resolved:
         """(key, value as JSON, origin) for every resolved value."""
         for key, value in flatten(self.config.model_dump(mode="json")):
             yield key, json.dumps(value, ensure_ascii=False), self.origin.get(key) or self._inherited(key)
+
+    @contextlib.contextmanager
+    def placing(self) -> Iterator[None]:
+        """Around checks that know keys alone: what they find wrong is told with the file and line, or the flag, of the key."""
+        try:
+            yield
+        except UserError as error:
+            if not any(_is_key(finding.where) for finding in error.findings):
+                raise
+            raise type(error)(findings=[self._placed(finding) for finding in error.findings]) from None
+
+    def _placed(self, finding: Finding) -> Finding:
+        if not _is_key(finding.where):
+            return finding
+        return Finding(_place(finding.where, self.origin, ""), finding.what, finding.fix)
 
     def _inherited(self, key: str) -> str:
         """A flag or a recipe that gave a whole section or list gave what is inside; a line of a file says nothing of it."""
@@ -157,7 +173,20 @@ def _place(key: str, origin: dict[str, str], file: str) -> str:
         probe = probe.rpartition(".")[0]
     inside = (origin[set_by] for set_by in origin if set_by.startswith(f"{key}."))  # a flag may have made the section
     place = origin[probe] if probe else next(inside, file)
-    return place if place == f"--{key}" else f"{place}: {key}"
+    return place if place == f"--{key}" else f"{place}: {key}" if place else key
+
+
+def _is_key(text: str) -> bool:
+    """Whether it is a key of a config, not a flag, nor a file such as train.jsonl."""
+    return ".".join(part for part in text.split(".") if not part.isdigit()) in set(_all_keys())
+
+
+_SHAPES = {
+    "model_type": ("is no section", "Write `key: value` lines below it, or leave it out"),
+    "list_type": ("is no list", "Put it in [ ], or begin each entry below it with `- `"),
+    "dict_type": ("is no mapping", "Write `key: value` lines below it, or leave it out"),
+}
+"""What is wrong with a value of another shape, and what to do, by pydantic's name of the error."""
 
 
 def _finding(error: Any, origin: dict[str, str], file: str) -> Finding:
@@ -171,6 +200,8 @@ def _finding(error: Any, origin: dict[str, str], file: str) -> Finding:
             near = [full for full in _all_keys() if full.rpartition(".")[2] == path[-1]][:1]
         fix = f"Did you mean {near[0]!r}?" if near else f"Known here: {', '.join(sorted(names))}"
         return Finding(place, "unknown key", fix)
+    if error["type"] in _SHAPES:
+        return Finding(place, *_SHAPES[error["type"]])
     shown = "" if isinstance(error["input"], (dict, list)) else f", not {error['input']!r}"
     return Finding(place, f"{error['msg'][:1].lower()}{error['msg'][1:]}{shown}")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import socket
+import subprocess
+import sys
 import uuid
 from dataclasses import dataclass
-from datetime import timedelta
 
 from meshwright.errors import DeviceError, Finding
 
@@ -102,11 +103,16 @@ def _taken(port: int) -> str | None:
     return None
 
 
-def _is_store(host: str, port: int) -> bool:
-    from torch.distributed import TCPStore
+_ASK = """
+import datetime, signal, sys
+from torch.distributed import TCPStore
+signal.alarm(6)
+TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=datetime.timedelta(seconds=5), wait_for_workers=False)
+"""
+"""The store's own timeout does not end a wait for somebody who listens and says nothing; the alarm does."""
 
-    try:
-        TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5), wait_for_workers=False)
-    except (RuntimeError, ValueError):
-        return False
-    return True
+
+def _is_store(host: str, port: int) -> bool:
+    """Asked by a process of its own, for torch writes pages to stderr where something else answers."""
+    asked = subprocess.run([sys.executable, "-c", _ASK, host, str(port)], stdin=subprocess.DEVNULL, capture_output=True)
+    return asked.returncode == 0

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from meshwright.errors import ConfigError, Finding
+from meshwright.errors import ConfigError, Finding, not_json
 
 __all__ = ["parse"]
 
@@ -29,7 +29,7 @@ def parse(text: str, where: str) -> Any:
     except (ValueError, RecursionError) as error:
         line = getattr(error, "lineno", None)
         place = f"{where}:{line}" if line is not None else where
-        raise ConfigError(findings=[Finding(place, f"is not JSON: {error}")]) from None
+        raise ConfigError(findings=[Finding(place, not_json(error))]) from None
     if twice:
         fix = "Keep one of them"
         raise ConfigError(findings=[Finding(where, f"the key {key!r} is there twice", fix) for key in dict.fromkeys(twice)])

@@ -92,6 +92,8 @@ class TrainCommand:
         folder = RunFolder(resolved.config.run.dir)
         nnodes, rdzv = (nodes.nnodes, nodes.rdzv) if nodes is not None else (self.nnodes, self.rdzv)
         resume = self._is_resume(folder)
+        if self.resume == "latest" and not resume:
+            _say(f"{folder.path}: there is no run to resume; this one begins at step 1")
         alone = nnodes == 1 or self.dry_run
         if alone:
             plan = self._plan(folder)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.config.schema import Config, Source
 from meshwright.disk import room
-from meshwright.errors import DataError, DeviceError, Finding
+from meshwright.errors import DataError, DeviceError, Finding, not_json
 
 if TYPE_CHECKING:
     from meshwright.data.dataset import RowDataset
@@ -35,14 +35,18 @@ class Corpus:
 
     @classmethod
     def load(cls, folder: Path) -> Corpus:
+        """Raises DataError where the folder has no note of `save`, or a damaged one."""
         try:
             values = json.loads((folder / _NAME).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise DataError(
-                findings=[Finding(str(folder / _NAME), f"cannot be read: {error}", "Prepare the run again")]
-            ) from None
-        train, valid = (tuple(folder / path for path in values[kind]) for kind in ("train", "valid"))
-        return cls(train, valid, folder / values["tokenizer"])
+            train, valid = (tuple(folder / path for path in values[kind]) for kind in ("train", "valid"))
+            return cls(train, valid, folder / values["tokenizer"])
+        except OSError as error:
+            what = f"cannot be read: {error.strerror}"
+        except (KeyError, TypeError):
+            what = "does not say where the prepared data is"
+        except (ValueError, RecursionError) as error:
+            what = not_json(error)
+        raise DataError(findings=[Finding(str(folder / _NAME), what, "Put the run's data/ folder back, or begin a new run")])
 
     def save(self, folder: Path) -> None:
         """What lies inside `folder` is noted relative to it, so that a run folder can be moved; the rest by its whole path."""

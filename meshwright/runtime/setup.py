@@ -77,6 +77,20 @@ def set_up(
     plan: keys of a plan that are given; the others are chosen. profile: the range of --profile. Raises ConfigError,
     DataError, LayoutError, DeviceError, CheckpointError before anything of the run is written; what was prepared stays.
     """
+    with resolved.placing():
+        return _set_up(resolved, target, folder, plan, resume, write, say, profile)
+
+
+def _set_up(
+    resolved: Resolved,
+    target: Target,
+    folder: RunFolder,
+    plan: dict[str, Any] | None,
+    resume: bool,
+    write: bool,
+    say: Callable[[str], None],
+    profile: str | None,
+) -> Ready:
     task = make_objective(resolved.config.objective, 2).task
     wrong = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
     early = wrong + missing_sinks(resolved.config.log)

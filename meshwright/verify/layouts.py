@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.config.schema import ModelConfig
-from meshwright.errors import Finding, LayoutError
+from meshwright.errors import Finding, LayoutError, counted, not_json
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused, refused_for
@@ -134,7 +134,7 @@ def load_plans(path: str, world: int, base: Plan, model: ModelConfig, task: str,
         fix = "Use auto, all, or the name of a JSON file with a list of plans"
         raise LayoutError(findings=[Finding(f"--layouts {path}", f"cannot be read: {error.strerror}", fix)]) from None
     except (ValueError, RecursionError) as error:
-        raise LayoutError(findings=[Finding(path, f"is not JSON: {error}")]) from None
+        raise LayoutError(findings=[Finding(path, not_json(error))]) from None
     entries = data if isinstance(data, list) else [data]
     found, findings = [], []
     for number, entry in enumerate(entries, 1):
@@ -145,12 +145,12 @@ def load_plans(path: str, world: int, base: Plan, model: ModelConfig, task: str,
         try:
             plan = Plan.from_dict({**base.to_dict(), "layout": {}, **entry}, where)
         except LayoutError as error:
-            findings += [Finding(where, str(finding)) for finding in error.findings]
+            findings += error.findings
             continue
         refusals = refused_for(plan, model, task, seq_len)
         findings += [Finding(f"{where}: {finding.where}", finding.what, finding.fix) for finding in refusals]
         if plan.layout.world != world:
-            what = f"is for {plan.layout.world} ranks, but {world} are started"
+            what = f"is for {counted(plan.layout.world, 'rank')}, but {world} are started"
             findings.append(Finding(where, what, f"Give --nproc {plan.layout.world}"))
         if plan.precision != base.precision:
             what = f"says precision {plan.precision}, but {base.precision} is verified"

@@ -46,7 +46,7 @@ def refused(tmp_path, capfd):
 def test_settings(refused, tmp_path, monkeypatch):
     said = refused("--train.stepz=3", "--model.width=-1", says=["--train.stepz", "Did you mean 'steps'?", "--model.width"])
     assert "greater than or equal to 1" in said
-    refused("--model.heads=5", says=["model.width: 64 is not divisible by model.heads 5"])
+    refused("--model.heads=5", says=["config.yaml:", " model.width: 64 is not divisible by model.heads 5"])
     refused("--model.positions=learned", "--data.seq_len=128", says=["data.seq_len: 128 is more than the 64 learned positions"])
     refused("--evaluate.every=5", "--data.valid_fraction=0", says=["evaluate.every", "nothing is held out"])
     refused("--objective.kind=masked_lm", says=["objective.kind", "decoder"])

@@ -42,6 +42,7 @@ def test_stopped_by_ctrl_c_and_again_by_sigterm_it_is_the_run_that_was_not_stopp
     first.until(lambda: e2e.steps_done(run) >= 5)
     first.interrupt()
     first.wait(130)
+    assert f"{run}: there is no run to resume; this one begins at step 1" in first.out
     done = e2e.steps_done(run)
     assert 5 <= done < 25 and e2e.newest(run).name == f"step-{done:08d}", "it saved where it stopped"
     assert "stopped by SIGINT" in first.err and "Traceback" not in first.err + first.out
@@ -50,6 +51,7 @@ def test_stopped_by_ctrl_c_and_again_by_sigterm_it_is_the_run_that_was_not_stopp
     second.until(lambda: e2e.steps_done(run) >= done + 3)
     second.process.send_signal(signal.SIGTERM)
     second.wait(143)
+    assert "there is no run to resume" not in second.out
     assert f"resumed from {run / 'checkpoints'}/step-{done:08d} at step {done}" in second.out
     assert done + 3 <= e2e.steps_done(run) < 30 and "stopped by SIGTERM" in second.err
 

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from meshwright.disk import write_whole
 from meshwright.distributed.device import cores
 from tests.parity import array
 from tests.parity.cells import Cell
@@ -69,11 +70,20 @@ class Git:
 
 
 def read(path: Path = FILE) -> dict[str, dict[str, Any]]:
-    """The newest line of each cell."""
+    """The newest line of each cell. Raises SystemExit that names every line which is no result."""
     if not path.exists():
         return {}
-    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return {line["cell"]: line for line in lines}
+    found, wrong = {}, []
+    for number, text in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            line = json.loads(text) if text else None
+            if line is not None:
+                found[str(line["cell"])] = line | {"commit": str(line["commit"])}
+        except (ValueError, RecursionError, KeyError, TypeError):
+            wrong.append(f"{path}:{number}: is no result with a cell and a commit. Delete this line; its cell runs again")
+    if wrong:
+        sys.exit("\n".join(wrong))
+    return found
 
 
 def stale(lines: Iterable[dict[str, Any]], git: Git) -> list[str]:
@@ -106,13 +116,23 @@ def append(line: dict[str, Any], path: Path = FILE) -> None:
 
 def merge(others: Iterable[Path], path: Path = FILE) -> int:
     """Writes the newest line of each cell of all files, in the order of the product, those of unknown cells left out. Returns
-    how many."""
+    how many. Raises SystemExit, with nothing written, where a file is not there or holds something else."""
+    others = list(others)
+    if gone := [f"{other}: there is no such file" for other in others if not other.is_file()]:
+        sys.exit("\n".join(gone))
     found = read(path)
     for other in others:
         found |= read(other)
     lines = [found[cell.id] for cell in array.whole_product() if cell.id in found]
-    path.write_text("".join(map(_text, lines)), encoding="utf-8")
+    write_whole(path, "".join(map(_text, lines)))
     return len(lines)
+
+
+def _slice(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not slash or not part.isdecimal() or not parts.isdecimal() or not 1 <= int(part) <= int(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no K/N with 1 <= K <= N, for example 1/4")
+    return int(part), int(parts)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(prog="tests.parity.product", description=__doc__)
-    parser.add_argument("--slice", default="1/1", help="K/N: every N-th cell, from the K-th on")
+    parser.add_argument("--slice", default=(1, 1), type=_slice, help="K/N: every N-th cell, from the K-th on")
     parser.add_argument("--limit", type=int, default=0, help="no more than so many cells")
     parser.add_argument("--minutes", type=float, default=0.0, help="start no cell after so many minutes")
     parser.add_argument("--pools", type=int, default=max(1, cores() // 3), help="sets of ranks at once")
@@ -132,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.merge:
         print(f"{merge(args.merge, args.out)} cells in {args.out}")
         return 0
-    part, parts = map(int, args.slice.split("/"))
+    part, parts = args.slice
     known = read(args.out)
     if args.commit:
         commit, old = args.commit, {line["cell"] for line in known.values() if line["commit"] != args.commit[:12]}

@@ -134,3 +134,26 @@ def test_the_next_cells_of_the_product(ranks):
     start = int(product.Git().code(), 16) % 97 if (product.ROOT / ".git").exists() else 0
     wrong = {cell.id: line["wrong"] for cell in cells[start::97] if (line := runner.done(ranks, cell, ""))["wrong"]}
     assert wrong == {}
+
+
+def test_a_broken_file_of_results_is_named_line_by_line_and_nothing_is_written(tmp_path):
+    # Red when a file that is not there counts as an empty one, and when what was there is written before all is read.
+    cell = array.whole_product()[0].id
+    out, bad = tmp_path / "out.jsonl", tmp_path / "bad.jsonl"
+    product.append({"cell": cell, "commit": "1"}, out)
+    before = out.read_bytes()
+    bad.write_bytes(b'{"cell": \n[1]\n\n{"cell": "x"}\n{"cell": "x", "commit": "1"}\n\xff\n')
+    with pytest.raises(SystemExit) as caught:
+        product.main(["--out", str(out), "--merge", str(bad)])
+    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["1", "2", "4", "6"]
+    with pytest.raises(SystemExit, match=r"no\.jsonl: there is no such file"):
+        product.main(["--out", str(out), "--merge", str(tmp_path / "no.jsonl")])
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("text", ["9/4", "0/4", "1", "a/b", "-1/4", "1/0"])
+def test_a_slice_that_is_none_runs_nothing(text, capsys):
+    # Red when 9/4 is every fourth cell from the ninth on, as an index would have it.
+    with pytest.raises(SystemExit) as caught:
+        product.main([f"--slice={text}", "--limit", "0"])
+    assert caught.value.code == 2 and "is no K/N with 1 <= K <= N" in capsys.readouterr().err

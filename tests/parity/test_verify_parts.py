@@ -87,6 +87,25 @@ def test_the_chosen_plans_meet_every_layout_and_every_two_choices(world):
     assert all(plan.micro_batch <= 5 for plan in plans(world, Plan(micro_batch=5), MODEL, "lm", 64, 64))
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'[{"micro_batch": ' + b"1" * 5000 + b"}]", "has a number of too many digits"),
+        (b"[\xff]", "is not UTF-8 at byte 1"),
+        (b'[{"layot": {}}]', "plan 1: unknown key 'layot'"),
+    ],
+)
+def test_a_file_of_nonsense_is_told_in_plain_words_and_its_name_once(text, words, tmp_path):
+    # Red with Python's own words, and with the place in front of what names it already.
+    path = tmp_path / "plans.json"
+    path.write_bytes(text)
+    config = config_of(next(iter(MODELS)))
+    with pytest.raises(LayoutError) as caught:
+        load_plans(str(path), 2, Plan(Layout(dp_replicate=2)), config.model, "causal_lm", 32)
+    assert words in str(caught.value) and str(caught.value).count(str(path)) == 1
+
+
 def test_a_file_of_plans_says_what_is_wrong_with_each(tmp_path):
     base = Plan(Layout(dp_replicate=2), micro_batch=3, precision="fp64")
     path = tmp_path / "plans.json"

@@ -87,8 +87,13 @@ def test_what_is_no_result_is_named_with_all_others(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         read_folder(tmp_path)
     assert "one.json" in str(caught.value) and "two.json" in str(caught.value) and "has no date" in str(caught.value)
-    with pytest.raises(UserError, match="holds no JSON file"):
-        read_folder(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    for name, words in (("nothing", "there is no such folder"), ("one.json", "is no folder"), ("empty", "holds no JSON file")):
+        with pytest.raises(UserError, match=f"{name}: {words}. Give a folder"):
+            read_folder(tmp_path / name)
+    (tmp_path / "one.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"one\.json: is nested too deeply\. Give what --out named"):
+        load(tmp_path / "one.json")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.config.load import json_schema, load_config
 from meshwright.config.schema import Config
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, Finding, LayoutError
 
 
 def write(tmp_path, text):
@@ -158,3 +158,52 @@ def test_a_written_config_reads_back_the_same(tmp_path):
     assert again.config == resolved.config
     text = folder.config.read_text(encoding="utf-8")
     assert "steps: 5  # --train.steps" in text and f"# {path}:2" in text and "# recipe debug" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train:\nmodel: {layers: 2}\n", ":1: train: is no section. Write `key: value` lines"),
+        ("model: 3\n", ":1: model: is no section"),
+        ("data:\n  train: {path: a.txt}\n", ":2: data.train: is no list. Put it in [ ]"),
+        ("model: {options: [1]}\n", ":1: model.options: is no mapping"),
+    ],
+)
+def test_a_value_of_another_shape_is_told_in_words_of_yaml(text, words, tmp_path):
+    # Red with pydantic's own words, which name classes of ours.
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, text))
+    assert words in str(caught.value) and "Config" not in str(caught.value)
+
+
+def test_what_checks_of_keys_find_is_told_with_its_place(tmp_path):
+    # Red when a finding keeps its bare key, when a file that is called like a section gets a place of the config, and when
+    # the fix or the type is lost.
+    path = write(tmp_path, "model:\n  recipe: debug\n  width: 520\ntrain: {lr: 1e-3}\n")
+    resolved = load_config(path, ["--data.seq_len=64"])
+    found = [
+        Finding("model.width", "is 520", "Change it"),
+        Finding("model.heads", "are 4"),
+        Finding("model.head_dim", "is odd"),
+        Finding("data.seq_len", "is 64"),
+        Finding("evaluate.every", "is 0"),
+        Finding("--plan", "is bad"),
+        Finding("runs/x", "is full"),
+        Finding("train.jsonl, line 5", "is bad"),
+        Finding("model.csv", "is empty"),
+    ]
+    with pytest.raises(LayoutError) as caught, resolved.placing():
+        raise LayoutError(findings=found)
+    assert str(caught.value).splitlines() == [
+        f"{path}:3: model.width: is 520. Change it",
+        "recipe debug: model.heads: are 4",
+        f"{path}:1: model.head_dim: is odd",
+        "--data.seq_len: is 64",
+        "evaluate.every: is 0",
+        "--plan: is bad",
+        "runs/x: is full",
+        "train.jsonl, line 5: is bad",
+        "model.csv: is empty",
+    ]
+    with pytest.raises(LayoutError, match=r"^only words$"), resolved.placing():
+        raise LayoutError("only words")

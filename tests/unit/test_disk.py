@@ -51,7 +51,9 @@ def test_a_full_disk_has_one_wording(number: int, words: str, tmp_path: Path, mo
     error, where = OSError(number, os.strerror(number)), tmp_path / "none" / "file"
     assert str(unwritable(where, error)) == f"{where}: {words}"
     assert str(unwritable(where, error, "Then go on")) == f"{where}: {words}. Then go on"
-    assert asked == ([where, where.parent, tmp_path] * 2 if "free)" in words else [])
+    told = str(unwritable(where, error, size=5 << 20))
+    assert ("(5.0 MiB are needed, 1.5 KiB free)" in told) == ("free)" in words)
+    assert asked == ([where, where.parent, tmp_path] * 3 if "free)" in words else [])
     assert str(unwritable("", OSError(number, "x"))).startswith("a file: cannot be written: x. ")
     with pytest.raises(DeviceError), writing(where):
         raise error
@@ -111,3 +113,13 @@ def test_what_a_full_disk_refuses_stays_as_it_was(name: str, tmp_path: Path, mon
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
     WRITERS[name](tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == before.keys() and (tmp_path / name).read_bytes() != before[name]
+
+
+def test_a_text_for_which_there_is_no_room_is_told_with_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Red when characters are counted in place of bytes.
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DeviceError, match=r"1\.5 KiB are needed, .* free"):
+        write_whole(tmp_path / "page", "\u8bad" * 512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import psutil
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from meshwright.distributed.environment import World
 from meshwright.distributed.mesh import AxisGroups, build_mesh, coordinate, data_rank
 from meshwright.distributed.reduce import agree, broadcast_json, gather_json, sum_scalars
-from meshwright.distributed.rendezvous import parse_endpoint
+from meshwright.distributed.rendezvous import parse_endpoint, prepare
 from meshwright.distributed.world import init_world
 from meshwright.errors import DeviceError, LayoutError, MeshwrightError
 from meshwright.spec.layout import Layout
@@ -85,3 +86,21 @@ def test_meeting_places_are_read():
     for wrong in ("node0", "node0:", ":80", "node0:0", "node0:70000", "node0:x"):
         with pytest.raises(DeviceError, match="is no HOST:PORT"):
             parse_endpoint(wrong)
+
+
+@pytest.mark.slow
+def test_a_program_that_listens_and_says_nothing_is_no_meeting_place(capfd):
+    # Red when torch asks in this process (its pages on stderr), and without the alarm (a wait without end).
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port, before = silent.getsockname()[1], time.monotonic()
+        with pytest.raises(DeviceError, match=f"port {port} is taken by another program"):
+            prepare(2, f"127.0.0.1:{port}")
+    assert time.monotonic() - before < 60 and capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_the_store_of_another_launcher_is_a_meeting_place():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert not prepare(2, f"127.0.0.1:{store.port}").host

@@ -307,3 +307,8 @@ def test_numbers_that_are_none_and_values_of_other_kinds_are_refused_by_name(mor
     given = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, **more}
     with pytest.raises(ConfigError, match=said):
         translate(given, ranks=2)
+
+
+def test_a_text_that_is_nested_without_end_is_refused_in_plain_words():
+    with pytest.raises(ConfigError, match="ds_config: is nested too deeply"):
+        translate('{"a": ' + "[" * 100_000, ranks=1)

@@ -177,9 +177,9 @@ def test_tokens_that_cannot_be_used_are_named(tmp_path):
         np.save(tmp_path / f"{name}.npy", array)
     for tokens, words in (
         ("text.npy", ("tokens up to 600, and smoke-encoder knows 512", "has 3 tokens, and a row of smoke-encoder needs 65")),
-        ("text.txt", ("cannot be read",)),
+        ("text.txt", ("is no .npy file, or a damaged one",)),
         ("gone.npy", ("is not there",)),
-        ("empty.npy", ("cannot be read",)),  # an EOFError, which the command line took for Ctrl-C
+        ("empty.npy", ("is no .npy file, or a damaged one",)),  # an EOFError, which the command line took for Ctrl-C
         ("several.npy", ("it is no array",)),
         ("below.npy", ("has the token -1",)),
         ("floats.npy", ("it is 1-D, float64",)),

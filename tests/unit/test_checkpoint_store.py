@@ -417,7 +417,7 @@ def fill_up(root: str) -> None:
         store.save(2, pieces(tensors), {})
         store.save(3, pieces(tensors), {})
     except MeshwrightError as error:
-        print(error)
+        print(error, flush=True)  # nothing else does before `_exit`
         code = error.exit_code
     os._exit(code)
 

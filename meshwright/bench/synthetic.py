@@ -71,6 +71,9 @@ class FileRows:
         return Row(inputs, labels, self.seq_len, select=select)
 
 
+TOKENS_FIX = "Give a .npy file with a row of token numbers, or a folder that `meshwright prepare` made"
+
+
 class _Tokens:
     """Of a .npy file or a prepared corpus, memory-mapped."""
 
@@ -82,7 +85,8 @@ class _Tokens:
             self._held = held
         else:
             what = f"{held.ndim}-D, {held.dtype}" if isinstance(held, np.ndarray) else "no array"
-            raise ValueError(f"it is {what}, and tokens are a 1-D array of whole numbers")
+            wrong = f"{path} cannot be read: it is {what}, and tokens are a 1-D array of whole numbers"
+            raise UserError(findings=[Finding("--tokens", wrong, TOKENS_FIX)])
 
     def __len__(self) -> int:
         return self._held.tokens if isinstance(self._held, TokenStore) else len(self._held)
@@ -102,7 +106,7 @@ class _Tokens:
 
 def token_findings(path: str, workloads: Mapping[str, tuple[int, int]]) -> list[Finding]:
     """What is wrong with the tokens of `FileRows`. workloads: positions of a row and vocabulary, by name."""
-    fix = "Give a .npy file with a row of token numbers, or a folder that `meshwright prepare` made"
+    fix = TOKENS_FIX
     if not Path(path).exists():
         return [Finding("--tokens", f"{path} is not there", fix)]
     try:

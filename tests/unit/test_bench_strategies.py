@@ -180,7 +180,7 @@ def test_tokens_that_cannot_be_used_are_named(tmp_path):
         ("text.txt", ("is no .npy file, or a damaged one",)),
         ("gone.npy", ("is not there",)),
         ("empty.npy", ("is no .npy file, or a damaged one",)),  # an EOFError, which the command line took for Ctrl-C
-        ("several.npy", ("is no .npy file, or a damaged one",)),
+        ("several.npy", ("it is no array",)),
         ("below.npy", ("has the token -1",)),
         ("floats.npy", ("it is 1-D, float64",)),
         ("table.npy", ("it is 2-D, int64",)),

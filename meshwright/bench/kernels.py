@@ -216,14 +216,22 @@ def attention(shape: Shape, rows: int, context: int, every: bool) -> Iterator[Re
 
     given = {"rows": rows, "context": context}
     yield said("decode", shape.timed(calls(SPAN)), moved, **given)
+    for span, *sizes in DECODE_SIZES if every else []:
+        told = {"what": "decode", **given, "span": span}
+        yield from of_sizes(shape, "DECODE", sizes, told, lambda span=span: said("decode", shape.timed(calls(span)), moved))  # type: ignore[misc]
+
+
+def of_sizes(shape: Shape, name: str, sizes: Sequence[int], told: Record, timed: Callable[[], Record]) -> Iterator[Record]:
+    """What `timed` gives with other sizes (tile, warps, stages) of the attention that has them under this name."""
     kernels = paged_kernels(shape.device)
-    for span, tile, warps, stages in DECODE_SIZES if every and kernels is not None else []:
-        chosen, told = {"tile": tile, "num_warps": warps, "num_stages": stages}, {**given, "span": span}
-        with swapped(kernels, "DECODE", chosen):
-            try:
-                yield said("decode", shape.timed(calls(span)), moved, **told, **chosen)
-            except Exception as error:  # more shared memory than there is, for one
-                yield {"what": "decode", **told, **chosen, "failed": str(error).splitlines()[0][:100]}
+    if kernels is None:
+        return
+    chosen = dict(zip(("tile", "num_warps", "num_stages"), sizes, strict=True))
+    with swapped(kernels, name, chosen):
+        try:
+            yield {**timed(), **told, **chosen}
+        except Exception as error:  # more shared memory than there is, for one
+            yield {**told, **chosen, "failed": str(error).splitlines()[0][:100]}
 
 
 def prompts(shape: Shape, length: int, every: bool) -> Iterator[Record]:
@@ -237,26 +245,15 @@ def prompts(shape: Shape, length: int, every: bool) -> Iterator[Record]:
     )
     q = shape.some(rows * length, shape.config.heads, shape.features)
     calls = [functools.partial(paged_attention, q, keys, values, pages) for keys, values in pools]
-    kernels = paged_kernels(shape.device)
+    told = {"what": "prompt", "tokens": length}
 
-    def timed(**chosen: int) -> Record:
+    def timed() -> Record:
         us = shape.timed(calls) * 1e6
-        return {
-            "what": "prompt",
-            "us": round(us, 2),
-            "tflop_per_s": round(operations / us / 1e6, 1),
-            "tokens": length,
-            **chosen,
-        }
+        return {**told, "us": round(us, 2), "tflop_per_s": round(operations / us / 1e6, 1)}
 
     yield timed()
-    for tile, warps, stages in PROMPT_SIZES if every and kernels is not None else []:
-        chosen = {"tile": tile, "num_warps": warps, "num_stages": stages}
-        with swapped(kernels, "PROMPT", chosen):
-            try:
-                yield timed(**chosen)
-            except Exception as error:  # more shared memory than there is, for one
-                yield {"what": "prompt", "tokens": length, **chosen, "failed": str(error).splitlines()[0][:100]}
+    for sizes in PROMPT_SIZES if every else []:
+        yield from of_sizes(shape, "PROMPT", sizes, told, timed)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from meshwright.disk import writing
+from meshwright.disk import write_whole, writing
 
-__all__ = ["open_folder"]
+__all__ = ["open_folder", "write_results"]
 
 PROBE = 1 << 16
 """Bytes that must have room before anything is measured."""
@@ -21,3 +23,9 @@ def open_folder(out: Path) -> None:
             probe.write_bytes(bytes(PROBE))
         finally:
             probe.unlink(missing_ok=True)
+
+
+def write_results(out: Path, values: dict[str, Any], table: str) -> None:
+    """results.json and results.md, in the place of those that are there."""
+    write_whole(out / "results.json", json.dumps(values, indent=1) + "\n")
+    write_whole(out / "results.md", table)

@@ -20,13 +20,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshwright.bench.output import open_folder
+from meshwright.bench.output import open_folder, write_results
 from meshwright.bench.provenance import provenance
 from meshwright.bench.strategies import Strategy, strategy_lines
 from meshwright.bench.table import Result, combined, head, limits_of, markdown, notes, piped, scaling_lines
 from meshwright.bench.tasks import Settings, Task, check, plan, scaling_plan, strategy_plan
 from meshwright.bench.workloads import WORKLOADS
-from meshwright.disk import write_whole, writing
+from meshwright.disk import writing
 
 __all__ = ["Outcome", "Shell", "described", "failure_of", "last_record", "present", "run"]
 
@@ -98,7 +98,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
         shell = Shell(Path(temporary), None if settings.out is None else settings.out / "log.txt")
         look(settings, outcome, shell, say)
         if settings.out is not None:
-            save(outcome, settings.out)
+            write_results(settings.out, outcome.as_dict(), outcome.table())
         for task in planned(settings, outcome) * settings.repeat:
             timeout = min(settings.timeout, until - time.monotonic())
             if timeout < min(SHORTEST, settings.timeout):
@@ -108,7 +108,7 @@ def run(settings: Settings, say: Callable[[str], None] = print) -> Outcome:
             shown = result.figures if result.figures is not None else {"reason": result.reason}
             say(json.dumps({"workload": task.workload, "gpus": task.gpus, **shown, "engine": task.engine}))
             if settings.out is not None:  # after each, so that a benchmark that is killed keeps what it has
-                save(outcome, settings.out)
+                write_results(settings.out, outcome.as_dict(), outcome.table())
     return outcome
 
 
@@ -151,11 +151,6 @@ def look(settings: Settings, outcome: Outcome, shell: Shell, say: Callable[[str]
         say(json.dumps(record))
     if code != 0:
         say(f"ceilings: {failure_of(code, text, settings.timeout)}")
-
-
-def save(outcome: Outcome, out: Path) -> None:
-    write_whole(out / "results.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
-    write_whole(out / "results.md", outcome.table())
 
 
 def measure(task: Task, timeout: float, shell: Shell) -> Result:

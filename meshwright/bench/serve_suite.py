@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.bench.output import open_folder
+from meshwright.bench.output import open_folder, write_results
 from meshwright.bench.peers import Peer, missing
 from meshwright.bench.provenance import provenance
 from meshwright.bench.runner import SHORTEST, Shell, described, failure_of, free_port, last_record, present
@@ -20,7 +20,6 @@ from meshwright.bench.serve_table import serve_table
 from meshwright.bench.serve_work import shape_of
 from meshwright.bench.table import OURS, Result
 from meshwright.config.recipes import recipes
-from meshwright.disk import write_whole
 from meshwright.errors import Finding, UserError
 
 __all__ = ["DEFAULT", "SMOKE", "ServeOutcome", "ServeSettings", "ServeTask", "Work", "check", "parse_rows", "run", "serve_plan"]
@@ -195,7 +194,7 @@ def _took(task: ServeTask, outcome: ServeOutcome, shell: Shell, until: float, sa
     shown = result.figures if result.figures is not None else {"reason": result.reason}
     say(json.dumps({"work": task.work.name, "gpus": task.ranks, **shown, "engine": task.engine}))
     if settings.out is not None:  # after each, so that a benchmark that is killed keeps what it has
-        save(outcome, settings.out)
+        write_results(settings.out, outcome.as_dict(), outcome.table())
     return time.monotonic() - began if result.figures is not None else math.inf
 
 
@@ -220,8 +219,3 @@ def measure(task: ServeTask, smoke: bool, timeout: float, shell: Shell) -> Resul
     if "skipped" in record:
         return replace(base, reason=record["skipped"])
     return replace(base, figures=record)
-
-
-def save(outcome: ServeOutcome, out: Path) -> None:
-    write_whole(out / "results.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
-    write_whole(out / "results.md", outcome.table())

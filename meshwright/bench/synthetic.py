@@ -71,7 +71,7 @@ class FileRows:
         return Row(inputs, labels, self.seq_len, select=select)
 
 
-TOKENS_FIX = "Give a .npy file with a row of token numbers, or a folder that `meshwright prepare` made"
+FIX = "Give a .npy file with a row of token numbers, or a folder that `meshwright prepare` made"
 
 
 class _Tokens:
@@ -86,7 +86,7 @@ class _Tokens:
         else:
             what = f"{held.ndim}-D, {held.dtype}" if isinstance(held, np.ndarray) else "no array"
             wrong = f"{path} cannot be read: it is {what}, and tokens are a 1-D array of whole numbers"
-            raise UserError(findings=[Finding("--tokens", wrong, TOKENS_FIX)])
+            raise UserError(findings=[Finding("--tokens", wrong, FIX)])
 
     def __len__(self) -> int:
         return self._held.tokens if isinstance(self._held, TokenStore) else len(self._held)
@@ -106,22 +106,21 @@ class _Tokens:
 
 def token_findings(path: str, workloads: Mapping[str, tuple[int, int]]) -> list[Finding]:
     """What is wrong with the tokens of `FileRows`. workloads: positions of a row and vocabulary, by name."""
-    fix = TOKENS_FIX
     if not Path(path).exists():
-        return [Finding("--tokens", f"{path} is not there", fix)]
+        return [Finding("--tokens", f"{path} is not there", FIX)]
     try:
         tokens = _Tokens(path)
         length, vocab, least = len(tokens), tokens.vocab, tokens.least
     except UserError as error:
         return list(error.findings)
     except OSError as error:
-        return [Finding("--tokens", f"{path} cannot be read: {error.strerror or error}", fix)]
+        return [Finding("--tokens", f"{path} cannot be read: {error.strerror or error}", FIX)]
     except (EOFError, ValueError):
-        return [Finding("--tokens", f"{path} is no .npy file, or a damaged one", fix)]
-    found = [Finding("--tokens", f"{path} has the token {least}", fix)] if least < 0 else []
+        return [Finding("--tokens", f"{path} is no .npy file, or a damaged one", FIX)]
+    found = [Finding("--tokens", f"{path} has the token {least}", FIX)] if least < 0 else []
     for name, (seq_len, size) in workloads.items():
         if vocab > size:
             found.append(Finding("--tokens", f"{path} has tokens up to {vocab - 1}, and {name} knows {size}", "Use other text"))
         if length <= seq_len:
-            found.append(Finding("--tokens", f"{path} has {length} tokens, and a row of {name} needs {seq_len + 1}", fix))
+            found.append(Finding("--tokens", f"{path} has {length} tokens, and a row of {name} needs {seq_len + 1}", FIX))
     return found

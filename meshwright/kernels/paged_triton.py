@@ -312,9 +312,7 @@ def _near(queries: torch.dtype, keys: torch.dtype) -> tl.dtype:
     instruction for two, and it has more digits; a query beyond 65,504 would be infinite."""
     if keys.itemsize == 1 and queries.itemsize == 2:
         return tl.float16
-    return {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[
-        queries
-    ]
+    return NEAR[queries]
 
 
 def _single_tokens(
@@ -336,7 +334,7 @@ def _single_tokens(
         items, tokens, lengths = rows.single, rows.single_tokens, rows.lengths
     (kv_heads, features), single = keys.shape[2:], items.shape[0]
     group, device = q_THE.shape[1] // kv_heads, q_THE.device
-    pairs = _near(q_THE.dtype, keys.dtype) == tl.float16 and values.dtype.itemsize == 1 and features >= 32
+    pairs = q_THE.dtype.itemsize == 2 and values.dtype.itemsize == 1 and features >= 32
     spans = min(SPANS, triton.cdiv(longest, pages.span))
     wide = torch.promote_types(q_THE.dtype, torch.float32)
     sums = torch.empty(single, kv_heads, spans if spans > 1 else 0, group, features, dtype=wide, device=device)

@@ -78,43 +78,30 @@ def set_up(
     DataError, LayoutError, DeviceError, CheckpointError before anything of the run is written; what was prepared stays.
     """
     with resolved.placing():
-        return _set_up(resolved, target, folder, plan, resume, write, say, profile)
-
-
-def _set_up(
-    resolved: Resolved,
-    target: Target,
-    folder: RunFolder,
-    plan: dict[str, Any] | None,
-    resume: bool,
-    write: bool,
-    say: Callable[[str], None],
-    profile: str | None,
-) -> Ready:
-    task = make_objective(resolved.config.objective, 2).task
-    wrong = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
-    early = wrong + missing_sinks(resolved.config.log)
-    if resolved.config.precision == "fp8":
-        early += _fp8_findings(resolved.config, task, target.device_type, sized=not wrong)
-    if early:
-        raise ConfigError(findings=early)
-    folder.create(resume=resume)
-    if resume:
-        FolderLock(folder.checkpoints, LOCK_PATIENCE).release()  # refused here while another process trains in this folder
-        if folder.metrics.is_file():
-            read_metrics(folder.metrics)  # its lines are kept: damaged ones are refused before anything is written
-    try:
-        ready = _prepare(resolved, target, folder, task, plan, resume, profile, say)
-    except MeshwrightError:
-        if not resume:
+        task = make_objective(resolved.config.objective, 2).task
+        wrong = list(model_rules.check(_with_vocab(resolved.config, 1 << 20), task, resolved.config.data.seq_len))
+        early = wrong + missing_sinks(resolved.config.log)
+        if resolved.config.precision == "fp8":
+            early += _fp8_findings(resolved.config, task, target.device_type, sized=not wrong)
+        if early:
+            raise ConfigError(findings=early)
+        folder.create(resume=resume)
+        if resume:
+            FolderLock(folder.checkpoints, LOCK_PATIENCE).release()  # refused here while another process trains in this folder
+            if folder.metrics.is_file():
+                read_metrics(folder.metrics)  # its lines are kept: damaged ones are refused before anything is written
+        try:
+            ready = _prepare(resolved, target, folder, task, plan, resume, profile, say)
+        except MeshwrightError:
+            if not resume:
+                folder.withdraw()
+            raise
+        if write:
+            folder.write_config(ready.resolved)
+            ready.plan.save(folder.plan)
+        elif not resume:
             folder.withdraw()
-        raise
-    if write:
-        folder.write_config(ready.resolved)
-        ready.plan.save(folder.plan)
-    elif not resume:
-        folder.withdraw()
-    return ready
+        return ready
 
 
 def _prepare(

@@ -6,7 +6,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from pydantic.fields import FieldInfo
 
 from meshwright.errors import MeshwrightError, UserError
@@ -14,7 +13,7 @@ from meshwright.serve.contract import Busy, NotReady
 from meshwright.serve.protocol import UNIONS, UNSUPPORTED
 from meshwright.serve.replies import ErrorBody, ErrorDetail, dumped
 
-__all__ = ["ApiError", "from_engine", "from_validation", "mask_missing", "response_of"]
+__all__ = ["ApiError", "from_engine", "from_validation", "mask_missing"]
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 SHOWN = 8
@@ -33,10 +32,6 @@ class ApiError(MeshwrightError):
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return dumped(ErrorBody(error=ErrorDetail(message=str(self), type=kind, param=self.param, code=self.code)))
-
-
-def response_of(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
 def from_engine(error: MeshwrightError) -> ApiError:

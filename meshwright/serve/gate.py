@@ -12,19 +12,24 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshwright.errors import Finding, UserError
-from meshwright.serve.faults import ApiError, response_of
+from meshwright.serve.faults import ApiError
 from meshwright.serve.metrics import Metrics
 
-__all__ = ["OPEN", "VARIABLE", "Gate", "Keys", "read_keys"]
+__all__ = ["OPEN", "VARIABLE", "Gate", "Keys", "read_keys", "response_of"]
 
 OPEN = ("/health", "/ready")
 """Routes that need no key."""
 VARIABLE = "MESHWRIGHT_API_KEY"
 LINGER_S = 2.0
 """A client that sends too much has so long to see the answer: one whose connection is closed in its face sees none."""
+
+
+def response_of(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, headers=error.headers)
 
 
 class Keys:

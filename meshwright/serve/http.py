@@ -23,8 +23,8 @@ from meshwright.serve import page
 from meshwright.serve.answers import Answers, ChatAnswers, CompletionAnswers, sampling
 from meshwright.serve.body import BodyRoute, RepeatedKey
 from meshwright.serve.encoder_work import EncoderWork
-from meshwright.serve.faults import ApiError, from_engine, from_validation, mask_missing, response_of
-from meshwright.serve.gate import Gate, Keys
+from meshwright.serve.faults import ApiError, from_engine, from_validation, mask_missing
+from meshwright.serve.gate import Gate, Keys, response_of
 from meshwright.serve.metrics import CONTENT_TYPE
 from meshwright.serve.openapi import answers, describe
 from meshwright.serve.prompts import Prompts

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import DataError, Finding, counted
-from meshwright.serve.body import RepeatedKey, once
 from meshwright.serve.contract import Engine
 from meshwright.serve.faults import ApiError
 from meshwright.serve.prompts import Prompts
 from meshwright.serve.request import Request
 from meshwright.serve.sampling import SamplingParams
+from meshwright.serve.strict_json import RepeatedKeyError, once
 
 __all__ = ["Completed", "answer_file", "check_prompts", "complete", "read_prompts", "streamed"]
 
@@ -89,7 +89,7 @@ def _rows(path: Path) -> Iterator[tuple[str, str | Finding]]:
 def _prompt(line: str, where: str) -> str | Finding:
     try:
         row = json.loads(line, object_pairs_hook=once)
-    except RepeatedKey as error:
+    except RepeatedKeyError as error:
         return Finding(where, f"has the key {error.key!r} more than once in an object", "Keep one of them")
     except (ValueError, RecursionError) as error:
         return Finding(where, f"is not valid JSON: {error}")

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,7 +37,7 @@ from meshwright.train.result import Agreed, StepResult
 from meshwright.train.schedule import Budget, peak_learning_rate
 from meshwright.train.step import agree, train_step
 
-__all__ = ["Case", "Looker", "Trace", "alone", "compiled_alike", "opened", "run", "steps_of"]
+__all__ = ["Case", "CompiledBlocks", "Looker", "Trace", "alone", "compiled_alike", "opened", "run", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,28 @@ def alone(config: Config, micro_batch: int) -> Plan:
 
 
 def compiled_alike(plan: Plan) -> tuple[object, ...]:
-    """Plans of one model of which this is the same may run each other's compiled blocks; before any other plan of the process
-    they must be forgotten (`torch.compiler.reset`).
+    """Plans of one model of which this is the same may run each other's compiled blocks.
 
     torch 2.11 runs blocks that were compiled for a ring where all-to-all is meant, and the other way round: it does not look
     at which of two methods an attribute of a module is bound to. 2.13 does.
     """
     layout = plan.layout
     return layout.tp, layout.cp, layout.ep, plan.sequence_parallel, plan.context, plan.precision
+
+
+class CompiledBlocks:
+    """For what the blocks are that this process has compiled."""
+
+    def __init__(self) -> None:
+        self._known: tuple[object, ...] | None = None
+
+    def prepare_for(self, plan: Plan, model: str = "") -> None:
+        """Forgets blocks that are compiled for plans unlike this one, or for another model: those would be tried first, at
+        every call, and one day be too many."""
+        alike = (model, *compiled_alike(plan))
+        if plan.compile != "off" and alike != self._known:
+            torch.compiler.reset()
+            self._known = alike
 
 
 def run(case: Case, plan: Plan, mesh: DeviceMesh | None, ranks: Ranks, look: Looker | None = None) -> Trace:

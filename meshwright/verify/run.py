@@ -20,7 +20,7 @@ from meshwright.errors import DeviceError, Finding, LayoutError, MeshwrightError
 from meshwright.parallel.apply import Engine
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
-from meshwright.verify.cases import Case, compiled_alike, run
+from meshwright.verify.cases import Case, CompiledBlocks, run
 from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
 from meshwright.verify.reference import Reference, reference, shared_in_turn
 
@@ -105,11 +105,9 @@ def verify(
     known = _reference(case, ranks, micro_batch)
     meshes: dict[Layout, DeviceMesh] = {}
     rows = []
-    compiled: tuple[object, ...] | None = None
+    compiled = CompiledBlocks()
     for plan in plans:
-        if plan.compile != "off" and compiled_alike(plan) != compiled:
-            torch.compiler.reset()
-            compiled = compiled_alike(plan)
+        compiled.prepare_for(plan)
         key = replace(plan.layout, zero=0)
         if key not in meshes:
             meshes[key] = build_mesh(key, ranks.device.type)

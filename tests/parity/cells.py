@@ -22,8 +22,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused_for
 from meshwright.train.objectives import make_objective
+from meshwright.verify.cases import CompiledBlocks, run
 from meshwright.verify.cases import compiled_alike as plans_alike
-from meshwright.verify.cases import run
 from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
 from meshwright.verify.layouts import CHUNKS
 from meshwright.verify.reference import Reference, reference
@@ -197,17 +197,8 @@ def run_cell(ranks: Pools, cell: Cell, fault: str = "", timeout: float = 120.0) 
     return outcome
 
 
-_compiled: set[tuple[Any, ...]] = set()
-
-
-def _forget_others(cell: Cell) -> None:
-    """Compiled blocks of other models would be tried first, at every call, and one day be too many."""
-    import torch
-
-    if cell.compile != "off" and compiled_alike(cell) not in _compiled:
-        torch.compiler.reset()
-        _compiled.clear()
-        _compiled.add(compiled_alike(cell))
+_compiled = CompiledBlocks()
+"""Of a rank of the pool."""
 
 
 def cell_on_rank(cell: Cell, path: Path, fault: str) -> tuple[dict[str, Worst], list[Any], list[str]]:
@@ -215,7 +206,7 @@ def cell_on_rank(cell: Cell, path: Path, fault: str) -> tuple[dict[str, Worst], 
     from tests.parity.faults import planted
 
     known = _read(path)
-    _forget_others(cell)
+    _compiled.prepare_for(cell.plan, cell.model)
     found: dict[str, Worst] = {}
     held: list[Any] = []
 

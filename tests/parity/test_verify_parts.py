@@ -17,6 +17,7 @@ from meshwright.errors import LayoutError
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.spec.plan_rules import refused
+from meshwright.verify.cases import CompiledBlocks
 from meshwright.verify.compare import Worst, compare_numbers, compare_pieces, geometry_of, uncovered
 from meshwright.verify.cover import pairs_of, pairwise
 from meshwright.verify.layouts import describe, factors, layouts, load_plans, plans, select
@@ -147,3 +148,20 @@ def test_the_models_of_the_array_are_the_kinds_that_must_be_proven():
     assert {name for name, model in kinds.items() if model.tied} == {"tied", "dropout", "mlm"}
     assert {model.kv_heads or model.heads for model in kinds.values()} >= {1, 2, 4}
     assert kinds["plain"].norm_order == "post" and kinds["dropout"].dropout and not kinds["gqa"].dropout
+
+
+def test_compiled_blocks_are_forgotten_where_the_next_plan_cannot_run_them(monkeypatch):
+    # Red when the way of context parallelism is left out of `compiled_alike`.
+    forgotten = []
+    monkeypatch.setattr("torch.compiler.reset", lambda: forgotten.append(1))
+    blocks, cp = CompiledBlocks(), Layout(cp=2)
+    for plan, model, count in (
+        (Plan(cp, context="ring"), "a", 0),
+        (Plan(cp, context="ring", compile="eager"), "a", 1),
+        (Plan(cp, context="ring", compile="eager", recompute="full"), "a", 1),
+        (Plan(cp, context="all_to_all"), "a", 1),
+        (Plan(cp, context="all_to_all", compile="eager"), "a", 2),
+        (Plan(cp, context="all_to_all", compile="eager"), "b", 3),
+    ):
+        blocks.prepare_for(plan, model)
+        assert len(forgotten) == count

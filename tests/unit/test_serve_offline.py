@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -151,3 +153,10 @@ def test_a_skipped_checkpoint_is_no_part_of_an_answer(tmp_path: Path, capsys: py
     assert main(["generate", str(tmp_path), "--prompt", "a"]) == 2
     told = capsys.readouterr()
     assert not told.out and "step-00000003: skipped" in told.err
+
+
+def test_prompts_of_a_file_need_nothing_of_the_server():
+    """The extra `serve` may be missing. Red when a module on the way imports FastAPI."""
+    script = "import sys; sys.modules |= dict.fromkeys(('fastapi', 'starlette', 'uvicorn')); import meshwright.serve.batch"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.bench.host.measures import Measure, lines, measures_in
-from meshwright.bench.output import open_folder
+from meshwright.bench.output import open_folder, write_results
 from meshwright.bench.provenance import provenance
 from meshwright.bench.runner import Shell, described, failure_of, free_port, records
-from meshwright.disk import write_whole
 
 __all__ = ["HOST_SUITES", "HostOutcome", "HostSettings", "run"]
 
@@ -91,8 +90,7 @@ def run(settings: HostSettings, say: Callable[[str], None] = print) -> HostOutco
             if code != 0:
                 outcome.failures.append(f"{name}: {failure_of(code, text, settings.timeout)}")
     if settings.out is not None:
-        write_whole(settings.out / "results.json", json.dumps(outcome.as_dict(), indent=1) + "\n")
-        write_whole(settings.out / "results.md", outcome.table())
+        write_results(settings.out, outcome.as_dict(), outcome.table())
     return outcome
 
 

@@ -34,8 +34,8 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m "alone and not slow and not gpu"
 
 test-all: $(VENV)/.installed-all
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not alone"
-	$(BIN)/python -m pytest -m "alone and not gpu"
+	$(BIN)/python -m pytest -p tests.resume -n 2 --dist loadgroup -m "not gpu and not alone"
+	$(BIN)/python -m pytest -p tests.resume -m "alone and not gpu"
 
 test-smoke: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest tests/test_smoke.py

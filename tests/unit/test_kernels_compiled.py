@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton, which the extra `kernels` brings"),
 ]
 KERNELS = {
-    "eight_bit_cases": {"_quantize", "_decode", "_attend", "_row", "_turn_and_write"},
+    "eight_bit_cases": {"_quantize", "_add_norm", "_gate", "_decode", "_attend", "_row", "_turn_and_write"},
     "fp8_cases": {"_cast"},
     "fused_cases": {"_add_norm", "_gate", "_best", "_best_of_parts", "_turn_and_write"},
     "one_row_cases": {"_row", "_add_norm", "_turn_and_write"},

@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "fp8_kernels",
     "fused_kernels",
+    "norm_kernels",
     "one_row_kernels",
     "optimizer_kernels",
     "paged_kernels",
@@ -74,6 +75,11 @@ def one_row_kernels(device: torch.device) -> ModuleType | None:
 def pointwise_kernels(device: torch.device) -> ModuleType | None:
     """`kernels.pointwise_triton`, for tensors on `device`, or None."""
     return _for(device, "pointwise_triton")
+
+
+def norm_kernels(device: torch.device) -> ModuleType | None:
+    """`kernels.rms_norm_triton`, for tensors on `device`, or None."""
+    return _for(device, "rms_norm_triton")
 
 
 def fp8_kernels(device: torch.device) -> ModuleType | None:

@@ -19,13 +19,14 @@ import torch.nn.functional as F
 
 from meshwright.kernels.accelerated import pointwise_kernels
 
-__all__ = ["gelu", "plain_gelu", "plain_gelu_gradient", "plain_swiglu", "plain_swiglu_gradient", "swiglu"]
+__all__ = ["gelu", "one_pass", "plain_gelu", "plain_gelu_gradient", "plain_swiglu", "plain_swiglu_gradient", "swiglu"]
 
 _TRITON = find_spec("triton") is not None
 """Known without importing it, and a plain number to a compiler that traces this file."""
 
 
-def _one_pass(x: torch.Tensor) -> bool:
+def one_pass(x: torch.Tensor) -> bool:
+    """Whether a kernel in Triton can take x where this is called."""
     elsewhere = x.device.type not in ("cpu", "meta") and x.dtype != torch.float64
     # a compiler that traces for itself is told that everything is being exported
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
@@ -34,13 +35,13 @@ def _one_pass(x: torch.Tensor) -> bool:
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
     """x Phi(x), with Phi the distribution of a standard normal: x of any floating dtype and shape."""
-    return gelu_operator(x) if _one_pass(x) else plain_gelu(x)
+    return gelu_operator(x) if one_pass(x) else plain_gelu(x)
 
 
 def swiglu(x: torch.Tensor, gate_rows: int) -> torch.Tensor:
     """[..., 2 F] -> [..., F], silu(gate) value: features alternate, `gate_rows` of the gate, then as many of the value."""
     runs = gate_rows & (gate_rows - 1) == 0 and x.shape[-1] % (2 * gate_rows) == 0  # what the kernel takes
-    if not runs or not _one_pass(x):
+    if not runs or not one_pass(x):
         return plain_swiglu(x, gate_rows)
     return _FusedSwiglu.apply(x, gate_rows) if torch.compiler.is_compiling() else swiglu_operator(x, gate_rows)
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from meshwright.config.schema import ModelConfig
 from meshwright.kernels.dropout import dropout
+from meshwright.kernels.rms_norm import fork
 from meshwright.models.activations import activation, gated
 from meshwright.models.attention import attention
 from meshwright.models.moe import MoE, Routing
@@ -140,9 +141,11 @@ class Layer(nn.Module):
             branch, routing = self._feed_forward(x_BSD, documents_BS)
             x_BSD = self.mlp_norm(x_BSD + dropout(branch, key_BS, MLP_SITE, self.dropout))
             return x_BSD if routing is None else (x_BSD, routing)
-        branch = self.attention(self.attention_norm(x_BSD), *context)
+        x_BSD, normed_BSD = fork(x_BSD, self.attention_norm)
+        branch = self.attention(normed_BSD, *context)
         x_BSD = x_BSD + dropout(branch, key_BS, ATTENTION_SITE, self.dropout)
-        branch, routing = self._feed_forward(self.mlp_norm(x_BSD), documents_BS)
+        x_BSD, normed_BSD = fork(x_BSD, self.mlp_norm)
+        branch, routing = self._feed_forward(normed_BSD, documents_BS)
         x_BSD = x_BSD + dropout(branch, key_BS, MLP_SITE, self.dropout)
         return x_BSD if routing is None else (x_BSD, routing)
 

@@ -1,5 +1,5 @@
-"""Activations and dropout in one pass on an accelerator: right, eager and compiled, and as fast as memory; `pytest -m gpu -s
-tests/gpu/test_pointwise.py` prints the times of the kernels beside those that the compiler makes, in about a minute."""
+"""Activations, norms and dropout in one pass on an accelerator: right, eager and compiled, and as fast as memory; `pytest -m gpu
+-s tests/gpu/test_pointwise.py` prints the times of the kernels beside those that the compiler makes, in about a minute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.config.schema import ModelConfig
-from meshwright.kernels import dropout, pointwise
+from meshwright.kernels import dropout, pointwise, rms_norm
 from meshwright.models import build, initialize
 from meshwright.parallel.compile import compile_blocks
 from meshwright.parallel.recompute import recompute_blocks
@@ -113,10 +113,67 @@ def test_time_of_dropout():
     report("dropout", ours, seconds(dropout.plain_dropout, x, keys, 1, 0.1), 2 * x.nbytes, copy_rate())
 
 
+def norm_kernels():
+    from meshwright.kernels import rms_norm_triton
+
+    return rms_norm_triton
+
+
+WIDE = {"1b": (1000, 2048), "8b": (517, 4096), "small": (2000, 1024), "no power of two": (1031, 1536), "odd": (300, 999)}
+
+
+# Mutations as in tests/unit/test_kernels_rms_norm.py.
+def test_gradient_of_norms_against_fp64():
+    limit = {**LIMIT, "fp32": 3e-6}  # of sums over rows
+    found = dict(cases.norms(norm_kernels(), DEVICE, {**cases.NORMS, **WIDE}))
+    wrong = {name: value for name, value in found.items() if not value <= limit[name.rsplit(" ", 1)[1]]}
+    assert found and not wrong, wrong
+
+
+def norm_inputs(rows: int, width: int) -> list[torch.Tensor]:
+    """Gradients of the residual and of the norm, x and weight."""
+    shapes = ((rows, width), (rows, width), (rows, width), (width,))
+    return [cases.drawn(*shape, dtype=torch.float32, device=DEVICE, seed=seed).bfloat16() for seed, shape in enumerate(shapes)]
+
+
+def test_gradient_of_norms_has_the_same_bits_every_time():
+    inputs = norm_inputs(16384, 2048)
+    first = norm_kernels().rms_norm_gradient(*inputs, 1e-5)
+    for _ in range(20):
+        assert all(map(torch.equal, norm_kernels().rms_norm_gradient(*inputs, 1e-5), first))
+
+
+@pytest.mark.parametrize("shape", [(16384, 2048), (8192, 4096), (16384, 1024)])
+def test_times_of_the_gradient_of_norms(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """The first is that of a layer of Llama-1B."""
+    module, rate = norm_kernels(), copy_rate()
+    residual, normed, x, weight = inputs = norm_inputs(*shape)
+    norm = torch.nn.RMSNorm(shape[1], eps=1e-5, device=DEVICE, dtype=torch.bfloat16)
+    norm.weight.data.copy_(weight)
+    monkeypatch.setattr(rms_norm, "in_one_pass", lambda x, norm: False)
+    leaf = x.clone().requires_grad_()
+    made = torch.compile(lambda x: (x * 1.0, norm(x)), fullgraph=True, dynamic=False)(leaf)
+    leaves = (leaf, norm.weight)
+    otherwise = seconds(lambda: torch.autograd.grad(made, leaves, (residual, normed), retain_graph=True))
+    print()
+    name = f"norm {shape[0]} x {shape[1]}"
+    ours = seconds(module.rms_norm_gradient, *inputs, 1e-5, times=100)
+    report(name, ours, otherwise, 4 * x.nbytes, rate)
+    for threads in (32768, 65536, 98304, 131072):  # for whoever chooses the size of a program
+        for each in (8, 16):
+            for stages in (1, 2, 3, 4):
+                monkeypatch.setattr(module, "THREADS", threads)
+                monkeypatch.setattr(module, "EACH", each)
+                monkeypatch.setattr(module, "STAGES", stages)
+                spent = seconds(module.rms_norm_gradient, *inputs, 1e-5)
+                print(f"    {threads} threads, {each} numbers each, {stages} stages: {1e6 * spent:.1f} us")
+
+
 LAYERS = {
     "gelu": (ModelConfig(layers=1, width=1024, heads=16, ffn=4096, vocab=64, max_len=512, dropout=0.1, activation="gelu"), 32),
     "swiglu": (ModelConfig(layers=1, width=2048, heads=32, kv_heads=8, ffn=8192, vocab=64, max_len=2048), 4),
 }
+LAYERS["rms_norm"] = LAYERS["swiglu"]
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -130,7 +187,8 @@ def test_in_a_compiled_layer(name: str, recompute: str, monkeypatch: pytest.Monk
     tokens = torch.zeros(rows, config.max_len, dtype=torch.int64, device=DEVICE)
     keys = dropout.position_keys(0, torch.arange(rows, device=DEVICE), torch.arange(config.max_len, device=DEVICE))
     grads, times, called = [], [], [0, 0]
-    real = getattr(kernels(), f"{name}_gradient")
+    module = norm_kernels() if name == "rms_norm" else kernels()
+    real = getattr(module, f"{name}_gradient")
     for operators in (True, False):
         torch.compiler.reset()
         with monkeypatch.context() as changed:
@@ -139,8 +197,10 @@ def test_in_a_compiled_layer(name: str, recompute: str, monkeypatch: pytest.Monk
                 called[operators] += 1
                 return real(*arguments)
 
-            changed.setattr(kernels(), f"{name}_gradient", counted)
-            if not operators:
+            changed.setattr(module, f"{name}_gradient", counted)
+            if not operators and name == "rms_norm":
+                changed.setattr(rms_norm, "in_one_pass", lambda x, norm: False)
+            elif not operators:
                 changed.setattr(pointwise, "_TRITON", False)
             model = build(config, "lm", torch.bfloat16)
             initialize(model, 0, DEVICE)

@@ -1,5 +1,5 @@
-"""Activations and dropout on random tensors, on any device; run as a script with TRITON_INTERPRET=1 it prints as JSON, by case,
-the largest difference of the kernel from its oracle in fp64, or whether it has the same bits."""
+"""Activations, norms and dropout on random tensors, on any device; run as a script with TRITON_INTERPRET=1 it prints as JSON,
+by case, the largest difference of the kernel from its oracle in fp64, or whether it has the same bits."""
 
 from __future__ import annotations
 
@@ -111,10 +111,41 @@ def dropped(kernels: Any, device: Any = "cpu") -> Iterator[tuple[str, bool]]:
             yield f"dropout {name} {kind}", torch.equal(found, dropout.plain_dropout(x, keys.to(device), site, p))
 
 
-def main() -> None:
-    from meshwright.kernels import pointwise_triton
+NORMS = {"rows": (37, 96), "of a row": (1, 1000), "odd": (3, 5, 13), "blocks": (9, 1040), "none": (0, 8)}
 
-    cases = {}
+
+def norm_gradients(
+    residual: torch.Tensor, normed: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of x and of weight, by autograd of `nn.RMSNorm`, in fp64."""
+    norm = nn.RMSNorm(x.shape[-1], eps=eps, device=x.device, dtype=torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(weight)
+    leaf = x.double().clone().requires_grad_()
+    torch.autograd.backward((leaf * 1.0, norm(leaf)), (residual.double(), normed.double()))
+    assert leaf.grad is not None and norm.weight.grad is not None
+    return leaf.grad, norm.weight.grad
+
+
+def norms(kernels: Any, device: Any = "cpu", shapes: dict[str, tuple[int, ...]] = NORMS) -> Iterator[tuple[str, float]]:
+    """With an eps that counts beside x, which is small in the first row and large in the last."""
+    for kind, dtype in DTYPES.items():
+        for name, shape in shapes.items():
+            residual, normed, x = (drawn(*shape, dtype=dtype, device=device, seed=seed) for seed in range(3))
+            weight = drawn(shape[-1], dtype=dtype, device=device, seed=3)
+            if x.numel():
+                x.view(-1, shape[-1])[0] *= 2.0**-6
+                x.view(-1, shape[-1])[-1] *= 2.0**4
+            found = kernels.rms_norm_gradient(residual, normed, x, weight, 1e-3)
+            for of, a, b in zip(("x", "weight"), found, norm_gradients(residual, normed, x, weight, 1e-3), strict=True):
+                yield f"norm of {of} {name} {kind}", far(a, b)
+
+
+def main() -> None:
+    from meshwright.kernels import pointwise_triton, rms_norm_triton
+
+    rms_norm_triton.THREADS = 8 * 32  # few programs, so that one has several rows, and they share them unevenly
+    cases = dict(norms(rms_norm_triton))
     for of in (activations, tails, edges, dropped):
         cases.update(of(pointwise_triton))
     print(json.dumps(cases))

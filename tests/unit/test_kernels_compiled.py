@@ -21,7 +21,7 @@ KERNELS = {
     "fused_cases": {"_add_norm", "_gate", "_best", "_best_of_parts", "_turn_and_write"},
     "one_row_cases": {"_row", "_add_norm", "_turn_and_write"},
     "paged_cases": {"_decode", "_attend"},
-    "pointwise_cases": {"_gelu", "_gelu_gradient", "_swiglu", "_swiglu_gradient", "_dropped"},
+    "pointwise_cases": {"_gelu", "_gelu_gradient", "_swiglu", "_swiglu_gradient", "_dropped", "_gradient", "_sum_parts"},
     "training_cases": {"_softmax_rows", "_scaled_cast", "_adamw", "_sgd"},
 }
 

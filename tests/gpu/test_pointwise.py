@@ -1,5 +1,6 @@
-"""Activations, norms and dropout in one pass on an accelerator: right, eager and compiled, and as fast as memory; `pytest -m gpu
--s tests/gpu/test_pointwise.py` prints the times of the kernels beside those that the compiler makes, in about a minute."""
+"""Activations, norms and dropout in one pass on an accelerator: right, eager and compiled, and as fast as memory;
+`pytest -m gpu -s tests/gpu/test_pointwise.py` prints the times of the kernels beside those that the compiler makes, in about a
+minute."""
 
 from __future__ import annotations
 

@@ -100,7 +100,8 @@ def optimizer_of(config: Config, named: dict[str, nn.Parameter]) -> torch.optim.
     ]
     if chosen.kind == "sgd":
         return torch.optim.SGD(groups, lr=1.0, momentum=chosen.momentum)
-    return torch.optim.AdamW(groups, lr=1.0, betas=chosen.betas, eps=chosen.eps)
+    # torch's AdamW of one pass, as ours is on a CPU: it rounds otherwise than its several operations one after another
+    return torch.optim.AdamW(groups, lr=1.0, betas=chosen.betas, eps=chosen.eps, fused=True)
 
 
 @dataclass

@@ -195,6 +195,10 @@ def between(shape: Shape, rows: int) -> Iterator[Record]:
         "gate": (lambda: fused.gate(up, "swiglu", 16), 3 * up.numel() * size // 2),
         "best": (lambda: fused.best(logits), logits.numel() * size),
     }
+    if shape.narrow:
+        given = (x, branch, shape.norm)
+        calls["add_norm, rounded"] = (lambda: fused.add_norm_rounded(*given), x.numel() * (3 * size + 1))
+        calls["gate, rounded"] = (lambda: fused.gate_rounded(up, "swiglu", 16), up.numel() * (2 * size + 1) // 2)
     for name, (call, moved) in calls.items():
         yield said(name, shape.timed([call] * 64), moved, rows=rows)
 

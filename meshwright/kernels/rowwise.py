@@ -91,7 +91,7 @@ class ScaledLinear(nn.Module):
         """[..., K] -> [..., N]; rows that are rounded already: where `takes_rounded`."""
         if isinstance(x, Rounded) or self._multiplies(x):
             values, scale, dtype = x if isinstance(x, Rounded) else rounded(x)
-            y = multiplied(values.view(-1, self.in_features), scale.view(-1, 1), self.weight, self.scale, dtype)
+            y = multiplied(values.reshape(-1, self.in_features), scale.reshape(-1, 1), self.weight, self.scale, dtype)
             y = y.view(*values.shape[:-1], -1)
             return y if self.bias is None else y + self.bias
         wide = F.linear(x, self.weight.to(x.dtype)) * self.scale

@@ -18,7 +18,10 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.errors import Finding, UserError
 
-__all__ = ["BlockPool", "block_digest"]
+__all__ = ["BLOCK_SIZE", "BlockPool", "block_digest"]
+
+BLOCK_SIZE = 16
+"""Tokens of a block where nothing else is said."""
 
 
 def block_digest(before: bytes, tokens: Sequence[int]) -> bytes:

@@ -23,7 +23,7 @@ import torch
 from meshwright.distributed import device as devices
 from meshwright.errors import CheckpointError, Finding, UserError
 from meshwright.models.trunk import Trunk
-from meshwright.serve.cache import BlockPool
+from meshwright.serve.cache import BLOCK_SIZE, BlockPool
 from meshwright.serve.packed import Packer
 from meshwright.serve.quantize import cache_dtype, quantize_matrices
 from meshwright.serve.ranks import ServingGroup, SharedRunner
@@ -74,7 +74,7 @@ class LLMEngine:
         *,
         ends: tuple[int, ...] = (),
         blocks: int | None = None,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         max_running: int | None = None,
         token_budget: int | None = None,
         offline: bool = False,
@@ -119,7 +119,7 @@ class LLMEngine:
         device: str | None = None,
         dtype: torch.dtype | None = None,
         blocks: int | None = None,
-        block_size: int = 16,
+        block_size: int = BLOCK_SIZE,
         max_running: int | None = None,
         token_budget: int | None = None,
         offline: bool = False,

@@ -21,9 +21,10 @@ from meshwright.distributed.launch import launch
 from meshwright.distributed.world import init_world
 from meshwright.errors import Finding, UserError
 from meshwright.runtime.trained import described
+from meshwright.serve.cache import BLOCK_SIZE
 from meshwright.serve.contract import Engine
 from meshwright.serve.engine import LLMEngine
-from meshwright.serve.layout import Serving, choose_serving
+from meshwright.serve.layout import Serving, cache_findings, choose_serving
 from meshwright.serve.loading import DTYPES, encoder_findings, load_engine, phase
 from meshwright.serve.quantize import KV_DTYPES, QUANTIZATIONS
 from meshwright.serve.replicas import Replicas, follow_line
@@ -77,19 +78,28 @@ class Fleet:
             if self.devices is not None:
                 devices.visible(self.devices, kind, len(chosen))
                 chosen = self.devices.split(",")
+            memory = _memory(kind, int(chosen[0]))
+            items = self._items()
             serving = choose_serving(
                 config,
                 head,
                 {key: self.engine[key] for key in AXES if key in self.engine},
                 devices=len(chosen),
-                device_bytes=None if kind == "cpu" else _memory(kind, int(chosen[0])),
-                item=DTYPES[self.engine["dtype"]].itemsize if self.engine.get("dtype") in DTYPES else 2,
-                matrix_item=1 if "quantization" in self.engine else None,
-                cache_item=1 if "kv_cache_dtype" in self.engine else None,
+                device_bytes=None if kind == "cpu" else memory,
+                item=items[0],
+                matrix_item=items[1],
+                cache_item=items[2],
             )
+            if head == "lm" and "blocks" in self.engine:
+                found += cache_findings(config, serving, self.engine["blocks"], BLOCK_SIZE, memory, items)
         except UserError as error:
             return None, [*found, *error.findings]
         return (None if found else serving), found
+
+    def _items(self) -> tuple[int, int | None, int | None]:
+        """As of `layout.held_bytes`."""
+        item = DTYPES[self.engine["dtype"]].itemsize if self.engine.get("dtype") in DTYPES else 2
+        return item, 1 if "quantization" in self.engine else None, 1 if "kv_cache_dtype" in self.engine else None
 
     def load(self, serving: Serving) -> Engine:
         """The engine of this process, or of this rank."""
@@ -142,5 +152,7 @@ def _compute(engine: Engine, lines: list[Line]) -> None:
 
 
 def _memory(kind: str, index: int) -> int:
-    """Bytes of a device, which the others are taken to be like: asking takes some of its memory."""
-    return devices.memory_total(devices.rank_device(kind, index))[1]
+    """Bytes of a device, which the others are taken to be like: asking takes some of its memory. Of a CPU what is
+    free."""
+    free, total = devices.memory_total(devices.rank_device(kind, index))
+    return free if kind == "cpu" else total

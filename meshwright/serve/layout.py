@@ -18,7 +18,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.sharding import tensor_findings
 from meshwright.spec.stages import check_split
 
-__all__ = ["Serving", "choose_serving", "held_bytes"]
+__all__ = ["Serving", "cache_findings", "choose_serving", "held_bytes"]
 
 GIB = 2**30
 WEIGHT_SHARE = 0.7
@@ -99,6 +99,26 @@ def held_bytes(
     weights = counts.total * item + matrices * ((matrix_item or item) - item)
     features = -(-(model.kv_heads or model.heads) // tp) * (model.head_dim or model.width // model.heads)
     return weights, 2 * -(-model.layers // pp) * features * model.max_len * (cache_item or item)
+
+
+def cache_findings(
+    model: ModelConfig,
+    serving: Serving,
+    blocks: int,
+    block_size: int,
+    memory: int,
+    items: tuple[int, int | None, int | None] = (2, None, None),
+) -> list[Finding]:
+    """What speaks against so many blocks of the cache and one more, which belongs to nobody, on the fullest rank: that they do
+    not fit beside the weights. memory: bytes there. items: item, matrix_item and cache_item of `held_bytes`."""
+    weights, sequence = held_bytes(model, serving.tp, serving.pp, *items)
+    each, room = sequence // model.max_len * block_size, max(0, memory - weights)
+    if (blocks + 1) * each <= room:
+        return []
+    what = f"{blocks:,} of {each:,} bytes are {blocks * each / GIB:,.1f} GiB"
+    what += f", and {room / GIB:,.1f} of {memory / GIB:,.1f} are left beside the weights"
+    fix = f"Use {room // each - 1:,} or less, or leave it out" if room >= 2 * each else "Use more or larger devices"
+    return [Finding("--blocks", what, fix)]
 
 
 def _unsplittable(model: ModelConfig, task: str, given: Mapping[str, int]) -> Iterator[Finding]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ AHEAD = 1024
 stays out of memory."""
 SHOWN = 8
 """Findings of a file that are told: one of another shape has as many as lines."""
+KEPT = 1 << 28
+"""Bytes of token ids that are kept from the check of a file; prompts behind them are made into tokens again."""
+OBJECTS = 200
+"""Bytes of a prompt that is kept, beside its ids."""
+
+Kept = tuple[int, Sequence[int]]
+"""hash() of a prompt, for it may have changed since, and its token ids."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +105,11 @@ def _prompt(line: str, where: str) -> str | Finding:
     return text if isinstance(text, str) and text else Finding(where, 'has no text under "prompt"')
 
 
-def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams, ahead: int = AHEAD) -> Iterator[Completed]:
+def complete(
+    engine: Engine, prompts: Iterable[str], params: SamplingParams, ahead: int = AHEAD, kept: Sequence[Kept] = ()
+) -> Iterator[Completed]:
     """The answer to each prompt, in their order. With a seed, prompt i has seed + i. ahead: prompts under way at a time.
+    kept: of the first prompts, which fit.
 
     Raises DataError for a prompt that is empty or does not fit the context with its answer.
     """
@@ -114,7 +125,8 @@ def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams, ahe
             more = index >= 0
             if more:
                 texts[index], parts[index] = text, []
-                engine.add(_request(reader, index, text, params))
+                digest, ids = kept[index] if index < len(kept) else (0, ())
+                engine.add(_request(reader, index, text, params, ids if digest == hash(text) else ()))
         for output in engine.step() if engine.has_work else ():
             index = int(output.id)
             parts[index].append(output)
@@ -125,9 +137,10 @@ def complete(engine: Engine, prompts: Iterable[str], params: SamplingParams, ahe
             following += 1
 
 
-def _request(reader: Prompts, index: int, text: str, params: SamplingParams) -> Request:
+def _request(reader: Prompts, index: int, text: str, params: SamplingParams, ids: Sequence[int] = ()) -> Request:
+    """ids: where they are known."""
     try:
-        ids = _fitting(reader, text, params)
+        ids = ids or _fitting(reader, text, params)
     except ApiError as error:
         raise DataError(findings=[Finding(f"prompt {index + 1}", str(error))]) from None
     seed = None if params.seed is None else (params.seed + index) % 2**63
@@ -158,13 +171,17 @@ def answer_file(
     them and before the file is made.
     """
     made = tokens = 0
-    reader = Prompts(engine.tokenizer, engine.max_len)
+    reader, kept, room = Prompts(engine.tokenizer, engine.max_len), list[Kept](), KEPT
 
     def wrong(text: str) -> str | None:
+        nonlocal room
         try:
-            _fitting(reader, text, params)
+            ids = array("i", _fitting(reader, text, params))
         except ApiError as error:
             return str(error)
+        room -= ids.itemsize * len(ids) + OBJECTS
+        if room >= 0:
+            kept.append((hash(text), ids))
         return None
 
     findings = check_prompts(source, wrong)
@@ -172,7 +189,7 @@ def answer_file(
         raise DataError(findings=findings)
     try:
         with Path(target).open("x", encoding="utf-8") as file:
-            for done in complete(engine, read_prompts(source), params, ahead):
+            for done in complete(engine, read_prompts(source), params, ahead, kept):
                 file.write(json.dumps(vars(done), ensure_ascii=False) + "\n")
                 made, tokens = made + 1, tokens + done.tokens
     except FileExistsError:

@@ -153,6 +153,10 @@ def test_a_dry_run_says_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert capsys.readouterr().err == "plan: tp 1 x pp 2 x dp 3: as asked\n"
     assert main(["serve", model, "--device", "cpu", "--dry-run", "--devices", "0"]) == 2
     assert "devices here are of type cpu, which have no numbers" in capsys.readouterr().err
+    assert main(["serve", model, "--device", "cpu", "--dry-run", "--blocks", "40"]) == 0
+    capsys.readouterr()
+    assert main(["serve", model, "--device", "cpu", "--dry-run", "--blocks", "99999999999"]) == 2
+    assert "--blocks: 99,999,999,999 of " in capsys.readouterr().err  # not looked at before: red
 
 
 def serve(model: Path, *options: str, blocks: int | None = 40) -> tuple[subprocess.Popen[str], str]:

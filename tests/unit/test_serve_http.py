@@ -489,6 +489,7 @@ def test_ready_follows_the_engine_and_health_does_not():
             ready = await here.http.get("/ready")
             assert ready.status_code == 503 and "no device" in ready.json()["reason"]
             assert (await here.http.get("/health")).json()["status"] == "ok"
+            assert [(await here.http.head(path)).status_code for path in ("/health", "/ready", "/metrics")] == [200, 503, 405]
             assert "meshwright_ready 0.0" in (await here.http.get("/metrics")).text
             again = await here.post(COMPLETE, prompt="a")
             assert again.status_code == 503 and again.headers["retry-after"]

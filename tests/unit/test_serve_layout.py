@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.config.schema import ModelConfig
 from meshwright.errors import LayoutError
-from meshwright.serve.layout import Serving, choose_serving, held_bytes
+from meshwright.serve.layout import Serving, cache_findings, choose_serving, held_bytes
 
 GIB = 2**30
 LARGE: dict[str, Any] = {
@@ -42,6 +42,21 @@ def test_bytes_of_an_8b_model_by_hand():
     assert weights == 2 * 8_030_261_248 and cache == 131072 * 8192
     assert held_bytes(ModelConfig(**LARGE), 4, 1, 2)[1] == cache // 4 == held_bytes(ModelConfig(**LARGE), 1, 4, 2)[1]
     assert held_bytes(ModelConfig(**LARGE), 16, 1, 2)[1] == cache // 8  # two ranks hold one key/value head
+
+
+def test_blocks_that_fit_beside_the_weights():
+    """A block of 16 tokens of an 8B model is 2 MiB, a half of it with tp 2 or in 8 bits; one block more belongs to nobody.
+    Mutations tried, each red: the weights not counted; no block for nobody; the block of a whole model on each rank."""
+    model, weights = ModelConfig(**LARGE), 2 * 8_030_261_248
+    room = weights + 1001 * 2 * 2**20
+    assert not cache_findings(model, Serving(), 1000, 16, room)
+    (found,) = cache_findings(model, Serving(), 1001, 16, room)
+    assert found.where == "--blocks" and "1,001 of 2,097,152 bytes are 2.0 GiB, and 2.0 of 16.9 are left" in found.what
+    assert found.fix == "Use 1,000 or less, or leave it out"
+    shared = held_bytes(model, 2, 1, 2)[0] + 1001 * 2**20
+    assert not cache_findings(model, Serving(tp=2), 1000, 16, shared) and cache_findings(model, Serving(tp=2), 1001, 16, shared)
+    assert not cache_findings(model, Serving(), 2001, 16, room, (2, None, 1))
+    assert cache_findings(model, Serving(), 1, 16, weights)[0].fix == "Use more or larger devices"
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from meshwright.serve.engine import LLMEngine
 from meshwright.serve.fleet import Fleet
 from meshwright.serve.layout import Serving
 from meshwright.serve.offline import answer_file, check_prompts, complete, read_prompts, streamed
+from meshwright.serve.prompts import Prompts
 from meshwright.serve.sampling import SamplingParams
 from tests.unit.serve_fakes import FakeEngine
 
@@ -75,6 +76,28 @@ def test_everything_wrong_with_a_file_is_told_before_an_answer_file_is_made(tmp_
     assert len(found := check_prompts(source)) == 9 and "12 more lines" in found[-1].what
     source.write_text("\n\n")
     assert [finding.what for finding in check_prompts(source)] == ["has no prompts"]
+
+
+@pytest.mark.parametrize("kept", [0, 2, 5])
+def test_prompts_are_made_into_tokens_once(kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As far as there is room for their ids. A prompt that has changed since the check is answered as it is. Mutations tried,
+    each red: ids of the prompt before; a prompt's digest not looked at; room that is never less."""
+    monkeypatch.setattr(offline, "KEPT", kept * (offline.OBJECTS + 4 * 2))
+    source, target, seen = tmp_path / "in.txt", tmp_path / "out.jsonl", list[str]()
+    source.write_text("".join(f"p{n}\n" for n in range(5)))
+    fitting, engine = offline._fitting, FakeEngine()
+
+    def counted(reader: Prompts, text: str, params: SamplingParams) -> list[int]:
+        seen.append(text)
+        if len(seen) == 5:
+            source.write_text("P0\np1\np2\np3\np4\n")
+        return fitting(reader, text, params)
+
+    monkeypatch.setattr(offline, "_fitting", counted)
+    assert answer_file(engine, source, target, SamplingParams(max_tokens=2)) == (5, 10)
+    assert seen[5:] == ["P0", *[f"p{n}" for n in range(1, 5) if n >= kept]]
+    given = [engine.tokenizer.decode(list(request.tokens)) for request in engine.seen]
+    assert given == [json.loads(line)["prompt"] for line in target.read_text().splitlines()] == ["P0", "p1", "p2", "p3", "p4"]
 
 
 def test_a_key_that_a_row_has_twice_is_named(tmp_path: Path):

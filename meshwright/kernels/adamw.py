@@ -1,8 +1,9 @@
 """One-pass optimizer updates over flat tensors: AdamW and SGD with momentum.
 
 A pass reads master, gradient and moments once, applies the gradient factor (clip coefficient and 1 / loss scale),
-updates everything in place and writes the low-precision working copy. On an accelerator it is one Triton kernel; the
-plain version below, the oracle, walks in blocks that stay in the cache. Nothing here waits for the device.
+updates everything in place and writes the low-precision working copy. On an accelerator it is one Triton kernel. Elsewhere
+AdamW is torch's own function, on a CPU its kernel of one pass, and SGD its formula, both in blocks that stay in the cache; they
+are the oracle of the Triton kernels. Nothing here waits for the device.
 
 All tensors of a call are contiguous, of the same number of elements and on one device; their shape does not matter.
 """
@@ -14,13 +15,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.optim.adamw import adamw as torch_adamw
 
 from meshwright.kernels.accelerated import optimizer_kernels
 
 __all__ = ["adamw_", "sgd_"]
 
-_BLOCK = 131072
-"""Elements a block on a CPU: six fp32 vectors of it are 3 MiB, within the last cache; a smaller one is eaten by calls."""
+_BLOCK = 1 << 20
+"""Elements a block on a CPU: what stays in the last cache between the passes; a smaller one is eaten by calls."""
+
+_LANES = 64
+"""Elements of a CPU's widest vector, or a multiple. torch's kernel rounds what is left over by another order of operations."""
 
 
 def _check(master: torch.Tensor, *others: torch.Tensor | None) -> None:
@@ -74,25 +79,52 @@ def adamw_(
     Only a plain-torch update on a device without Triton reads `skip`, and `lr` and `step` as tensors, on the host.
     """
     _check(master, grad, exp_avg, exp_avg_sq, working)
-    correction1, correction2 = _correction(beta1, step), _correction(beta2, step)
     kernels = optimizer_kernels(master.device)
     if kernels is not None:
+        correction1, correction2 = _correction(beta1, step), _correction(beta2, step)
         rate, root = _number(lr / correction1, master), _number(correction2**0.5, master)
         decay = _number(1.0 - lr * weight_decay, master)
         kernels.adamw_(master, grad, exp_avg, exp_avg_sq, (decay, rate, root), (beta1, beta2, eps), grad_scale, working, skip)
         return
     if skip is not None and bool(skip):
         return
-    shrink, pace, spread = float(1.0 - lr * weight_decay), float(lr / correction1), float(correction2**0.5)
-    wide, roots = _scratch(master), _scratch(master)
-    for w, g, m, v, out in _blocks(master, grad, exp_avg, exp_avg_sq, working):
-        g = _scaled(g, grad_scale, wide)
-        m.lerp_(g, 1.0 - beta1)
-        v.mul_(beta2).addcmul_(g, g, value=1.0 - beta2)
-        root = torch.sqrt(v, out=roots[: v.numel()]).div_(spread).add_(eps)
-        w.mul_(shrink).addcdiv_(m, root, value=-pace)
+    options = {"lr": float(lr), "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    factor = None if grad_scale is None or _is_one(grad_scale) else grad_scale
+    alone = factor is None and working is None and grad.dtype == master.dtype  # nothing is read twice
+    size, wide = max(master.numel(), 1) if alone else _block_size(master), _scratch(master)
+    for w, g, m, v, out in _blocks(master, grad, exp_avg, exp_avg_sq, working, size=size):
+        _adamw_block(w, _scaled(g, factor, wide), m, v, int(step), options)
         if out is not None:
             out.copy_(w)
+
+
+def _is_one(factor: torch.Tensor) -> bool:
+    """On a device that would have to wait for the answer: no."""
+    return factor.device.type == "cpu" and float(factor) == 1.0
+
+
+def _adamw_block(
+    w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, step: int, options: dict[str, Any]
+) -> None:
+    """torch's update of one block; on a CPU every element by the same instructions, wherever the block begins and ends, so that
+    a shard gives the bits of the whole."""
+    cpu = w.device.type == "cpu"
+    rest = w.numel() % _LANES if cpu else 0
+    whole = w.numel() - rest
+
+    def update(*tensors: torch.Tensor) -> None:
+        params, grads, averages, squares, steps = ([tensor] for tensor in (*tensors, torch.tensor(step - 1.0)))
+        torch_adamw(
+            params, grads, averages, squares, [], steps, fused=cpu, foreach=False, amsgrad=False, maximize=False, **options
+        )
+
+    if whole:
+        update(w[:whole], g[:whole], m[:whole], v[:whole])
+    if rest:
+        padded = [torch.nn.functional.pad(tensor[whole:], (0, _LANES - rest)) for tensor in (w, g, m, v)]
+        update(*padded)
+        for tensor, new in zip((w, m, v), (padded[0], *padded[2:]), strict=True):
+            tensor[whole:] = new[:rest]
 
 
 def sgd_(
@@ -122,7 +154,7 @@ def sgd_(
     if skip is not None and bool(skip):
         return
     pace, wide = float(lr), _scratch(master)
-    for w, g, m, out in _blocks(master, grad, buffer, working):
+    for w, g, m, out in _blocks(master, grad, buffer, working, size=_block_size(master)):
         g = _scaled(g, grad_scale, wide)
         if weight_decay:
             g = torch.add(g, w, alpha=weight_decay, out=wide[: w.numel()])
@@ -149,9 +181,9 @@ def _scaled(g: torch.Tensor, grad_scale: torch.Tensor | None, scratch: torch.Ten
     return g if grad_scale is None else torch.mul(g, grad_scale, out=scratch[: g.numel()])
 
 
-def _blocks(*tensors: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Views of the same block of every tensor, block after block."""
+def _blocks(*tensors: torch.Tensor | None, size: int) -> Iterator[tuple[Any, ...]]:
+    """Views of the same `size` elements of every tensor, block after block."""
     first = tensors[0]
     assert first is not None
-    size, count = _block_size(first), -(-first.numel() // _block_size(first))
+    count = -(-first.numel() // size)
     return zip(*(itertools.repeat(None, count) if t is None else t.view(-1).split(size) for t in tensors), strict=False)

@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright.kernels.accelerated import fused_kernels
-from meshwright.kernels.rowwise import E4M3, to_e4m3
+from meshwright.kernels.rowwise import E4M3, Rounded, rounded, to_e4m3
 
 __all__ = [
     "GATES",
     "Heads",
     "add_norm",
+    "add_norm_rounded",
     "best",
     "gate",
+    "gate_rounded",
     "plain_add_norm",
     "plain_best",
     "plain_gate",
@@ -95,6 +97,15 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module) -> t
     return (plain_add_norm if kernels is None else kernels.add_norm)(x, branch, norm)
 
 
+def add_norm_rounded(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module) -> tuple[torch.Tensor, Rounded]:
+    """`add_norm`, and `rowwise.rounded` of the norm: the same bits."""
+    kernels = fused_kernels(x.device)
+    if kernels is not None:
+        return kernels.add_norm_rounded(x, branch, norm)
+    total, y = plain_add_norm(x, branch, norm)
+    return total, rounded(y)
+
+
 def plain_add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     total = x if branch is None else x + branch
     return total, norm(total)
@@ -105,6 +116,12 @@ def gate(x: torch.Tensor, name: str, gate_rows: int) -> torch.Tensor:
     `models.activations.gated`. 0: no gate, [..., F]. name: of GATES."""
     kernels = fused_kernels(x.device) if gate_rows else None  # one kernel of torch does without
     return (plain_gate if kernels is None else kernels.gate)(x, name, gate_rows)
+
+
+def gate_rounded(x: torch.Tensor, name: str, gate_rows: int) -> Rounded:
+    """`rowwise.rounded` of `gate`: the same bits."""
+    kernels = fused_kernels(x.device) if gate_rows else None
+    return rounded(plain_gate(x, name, gate_rows)) if kernels is None else kernels.gate_rounded(x, name, gate_rows)
 
 
 def plain_gate(x: torch.Tensor, name: str, gate_rows: int) -> torch.Tensor:

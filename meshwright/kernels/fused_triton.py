@@ -15,13 +15,16 @@ from torch import nn
 
 from meshwright.kernels.early import launch_options
 from meshwright.kernels.fused import GATES, Heads
-from meshwright.kernels.rowwise_triton import as_stored
+from meshwright.kernels.rowwise import Rounded, rounded
+from meshwright.kernels.rowwise_triton import as_stored, empty_rows, store_rounded
 
-__all__ = ["add_norm", "best", "gate", "turn_and_write"]
+__all__ = ["add_norm", "add_norm_rounded", "best", "gate", "gate_rounded", "turn_and_write"]
 
 _KINDS = {name: number for number, name in enumerate(GATES)}
 _CHUNK = 8192
 """Logits of a program."""
+_WHOLE = 16384
+"""Most features of a feed-forward layer that a program keeps in registers."""
 
 
 def _wide(dtype: torch.dtype) -> tl.dtype:
@@ -147,15 +150,18 @@ def _add_norm(
     bias_ptr,
     total_ptr,
     out_ptr,
+    scale_ptr,
     width,
     eps: tl.constexpr,
     added: tl.constexpr,
     rms: tl.constexpr,
     biased: tl.constexpr,
+    rounding: tl.constexpr,
     wide: tl.constexpr,
     block: tl.constexpr,
     early: tl.constexpr,
 ):
+    """One row. rounding: into 8 bits, with a scale."""
     if early:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * width
@@ -174,15 +180,34 @@ def _add_norm(
     y = y * tl.rsqrt(tl.sum(y * y, 0) / width + eps) * weight
     if biased:
         y += tl.load(bias_ptr + column, mask=inside, other=0.0).to(wide)
-    tl.store(out_ptr + row + column, y.to(x.dtype), mask=inside)
+    if rounding:
+        y = tl.where(inside, y, 0.0).to(x.dtype).to(wide)
+        # A thread may have 16 numbers of 8 bits, but then it would add other squares than where nothing is rounded.
+        together: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+        store_rounded(y, inside, tl.max_contiguous(row + column, together), out_ptr, scale_ptr, tl.program_id(0))
+    else:
+        tl.store(out_ptr + row + column, y.to(x.dtype), mask=inside)
 
 
 def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
     """As `kernels.fused.add_norm`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _launch_add_norm(x, branch, norm, out, None), out
+
+
+def add_norm_rounded(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module) -> tuple[torch.Tensor, Rounded]:
+    """As `kernels.fused.add_norm_rounded`."""
+    values, scale = empty_rows(*x.shape, device=x.device)
+    return _launch_add_norm(x, branch, norm, values, scale), Rounded(values, scale, x.dtype)
+
+
+def _launch_add_norm(
+    x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module, out: torch.Tensor, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """x + branch; out is written, and the scales of its rows where it has 8 bits."""
     width = x.shape[-1]
     x = x.contiguous()
     total = x if branch is None else torch.empty_like(x)
-    out = torch.empty_like(x)
     bias: Any = norm.bias if isinstance(norm, nn.LayerNorm) else None
     block = triton.next_power_of_2(width)
     _add_norm[(x.numel() // width,)](
@@ -192,17 +217,19 @@ def add_norm(x: torch.Tensor, branch: torch.Tensor | None, norm: nn.Module) -> t
         x if bias is None else bias,
         total,
         out,
+        x if scale is None else scale,
         width,
         eps=_eps(norm),
         added=branch is not None,
         rms=not isinstance(norm, nn.LayerNorm),
         biased=bias is not None,
+        rounding=scale is not None,
         wide=_wide(x.dtype),
         block=block,
         num_warps=max(1, min(16, block // 512)),
         **launch_options(),
     )
-    return total, out
+    return total
 
 
 @triton.jit
@@ -223,13 +250,16 @@ def activated(x, kind: tl.constexpr):
 def _gate(
     x_ptr,
     out_ptr,
+    scale_ptr,
     width,
     kind: tl.constexpr,
     rows: tl.constexpr,
+    rounding: tl.constexpr,
     wide: tl.constexpr,
     block: tl.constexpr,
     early: tl.constexpr,
 ):
+    """`block` features of a row. rounding: into 8 bits, with a scale; then they are all of its features."""
     if early:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -239,8 +269,11 @@ def _gate(
     source = x_ptr + row * 2 * width + column // rows * (2 * rows) + column % rows
     first = tl.load(source, mask=inside, other=0.0)
     value = tl.load(source + rows, mask=inside, other=0.0)
-    y = activated(first.to(wide), kind).to(first.dtype).to(wide) * value.to(wide)
-    tl.store(out_ptr + row * width + column, y.to(first.dtype), mask=inside)
+    y = (activated(first.to(wide), kind).to(first.dtype).to(wide) * value.to(wide)).to(first.dtype)
+    if rounding:
+        store_rounded(y.to(wide), inside, row * width + column, out_ptr, scale_ptr, row)
+    else:
+        tl.store(out_ptr + row * width + column, y, mask=inside)
 
 
 def gate(x: torch.Tensor, name: str, gate_rows: int) -> torch.Tensor:
@@ -250,8 +283,21 @@ def gate(x: torch.Tensor, name: str, gate_rows: int) -> torch.Tensor:
     block = min(1024, triton.next_power_of_2(width))
     grid = (triton.cdiv(width, block), out.numel() // width)
     sizes: dict[str, Any] = {"kind": _KINDS[name], "rows": gate_rows, "wide": _wide(x.dtype), "block": block}
-    _gate[grid](x.contiguous(), out, width, **sizes, **launch_options())
+    _gate[grid](x.contiguous(), out, x, width, rounding=False, **sizes, **launch_options())
     return out
+
+
+def gate_rounded(x: torch.Tensor, name: str, gate_rows: int) -> Rounded:
+    """As `kernels.fused.gate_rounded`, with a gate."""
+    width = x.shape[-1] // 2
+    block = triton.next_power_of_2(width)
+    if block > _WHOLE:
+        return rounded(gate(x, name, gate_rows))
+    values, scale = empty_rows(*x.shape[:-1], width, device=x.device)
+    sizes: dict[str, Any] = {"kind": _KINDS[name], "rows": gate_rows, "wide": _wide(x.dtype), "block": block}
+    warps = max(1, min(16, block // 512))
+    _gate[(1, scale.numel())](x.contiguous(), values, scale, width, rounding=True, **sizes, num_warps=warps, **launch_options())
+    return Rounded(values, scale, x.dtype)
 
 
 @triton.jit

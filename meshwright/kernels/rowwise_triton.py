@@ -8,7 +8,7 @@ import triton.language as tl
 
 from meshwright.kernels.early import launch_options
 
-__all__ = ["as_stored", "multiplies", "quantize_rows", "widened"]
+__all__ = ["as_stored", "empty_rows", "multiplies", "quantize_rows", "store_rounded", "widened"]
 
 
 @triton.jit
@@ -29,6 +29,14 @@ def widened(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def store_rounded(x, inside, at, out_ptr, scale_ptr, row):
+    """A whole row x [block], 0 where it is not inside, in 8 bits at out_ptr + at, and its scale."""
+    scale = (tl.maximum(tl.max(tl.abs(x), 0), 7.888609052210118e-31) / 448.0).to(tl.float32)
+    tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + at, as_stored(x / scale, out_ptr), mask=inside)
+
+
+@triton.jit
 def _quantize(x_ptr, out_ptr, scale_ptr, width, wide: tl.constexpr, block: tl.constexpr, early: tl.constexpr):
     if early:
         tl.extra.cuda.gdc_launch_dependents()
@@ -37,16 +45,19 @@ def _quantize(x_ptr, out_ptr, scale_ptr, width, wide: tl.constexpr, block: tl.co
     column = tl.arange(0, block)
     inside = column < width
     x = tl.load(x_ptr + row * width + column, mask=inside, other=0.0).to(wide)
-    scale = (tl.maximum(tl.max(tl.abs(x), 0), 7.888609052210118e-31) / 448.0).to(tl.float32)
-    tl.store(scale_ptr + row, scale)
-    tl.store(out_ptr + row * width + column, as_stored(x / scale, out_ptr), mask=inside)
+    store_rounded(x, inside, row * width + column, out_ptr, scale_ptr, row)
+
+
+def empty_rows(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For e4m3 [..., K], and fp32 [..., 1]."""
+    values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    return values, torch.empty(*shape[:-1], 1, dtype=torch.float32, device=device)
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `kernels.rowwise.quantize_rows`, but where some of a row are no numbers, those alone stay none."""
     width = x.shape[-1]
-    values = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(*x.shape[:-1], 1, dtype=torch.float32, device=x.device)
+    values, scale = empty_rows(*x.shape, device=x.device)
     block = triton.next_power_of_2(width)
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
     warps = max(1, min(16, block // 512))

@@ -32,12 +32,17 @@ def _softmax_rows(
     lowest: tl.constexpr,
     gradient: tl.constexpr,
     wide: tl.constexpr,
-    block: tl.constexpr,
+    threads: tl.constexpr,
+    each: tl.constexpr,
+    ahead: tl.constexpr,
 ):
+    """A row. A thread has `each` neighbours of every `block`, and a running maximum and sum of exponentials for all that it
+    meets: one exponential a number, where a pair of them a lane would need two. `ahead` blocks are read before any is used."""
     row = tl.program_id(0).to(tl.int64)
     base = logits_ptr + row * row_stride
     label = tl.load(labels_ptr + row)
-    lanes = tl.arange(0, block)
+    block: tl.constexpr = threads * each
+    lanes = tl.arange(0, threads)[:, None] * each + tl.arange(0, each)[None, :]
     if label == ignore:
         tl.store(loss_ptr + row, 0.0)
         tl.store(z_ptr + row, 0.0)
@@ -45,37 +50,39 @@ def _softmax_rows(
         if gradient:
             for start in range(0, vocab, block):
                 column = start + lanes
-                tl.store(base + column, tl.zeros([block], wide), mask=column < vocab)
+                tl.store(base + column, tl.zeros([threads, each], wide), mask=column < vocab)
     else:
-        # One running (maximum, its first column, sum of exponentials) a lane; lanes meet once, at the end.
-        top = tl.full([block], lowest, wide)
-        best = tl.zeros([block], tl.int32)
-        total = tl.zeros([block], wide)
-        plain = tl.zeros([block], wide)
-        for start in range(0, vocab, block):
-            column = start + lanes
-            inside = column < vocab
-            x = tl.load(base + column, mask=inside, other=float("-inf")).to(wide)
-            higher = x > top
-            best = tl.where(higher, column, best)
-            new_top = tl.where(higher, x, top)
-            total = total * tl.exp(top - new_top) + tl.exp(x - new_top)
-            top = new_top
-            if share != 0.0:
-                plain += tl.where(inside, x, 0.0)
+        top = tl.full([threads], lowest, wide)
+        total = tl.zeros([threads], wide)
+        plain = tl.zeros([threads], wide)
+        for start in range(0, vocab, block * ahead):
+            for part in tl.static_range(ahead):
+                column = start + part * block + lanes
+                inside = column < vocab
+                x = tl.load(base + column, mask=inside, other=float("-inf")).to(wide)
+                higher = tl.maximum(top, tl.max(x, 1))
+                total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher[:, None]), 1)
+                top = higher
+                if share != 0.0:
+                    plain += tl.sum(tl.where(inside, x, 0.0), 1)
         peak = tl.max(top, axis=0)
-        first = tl.min(tl.where(top == peak, best, vocab), axis=0)
         sum_all = tl.sum(total * tl.exp(top - peak), axis=0)
         lse = peak + tl.log(sum_all)
         known = (label >= 0) & (label < vocab)
         # A label outside of the vocabulary gives a NaN loss, never a read outside of the row.
         picked = tl.load(base + label, mask=known, other=float("nan")).to(wide)
+        earlier = 0  # numbers as large as the label's before it: the first of them is the model's answer
+        if picked == peak:
+            for before in range(0, label.to(tl.int32), block):
+                other = before + lanes
+                equal = tl.load(base + other, mask=other < label, other=float("-inf")).to(wide) == peak
+                earlier += tl.sum(tl.sum(equal.to(tl.int32), 1), 0)
         target = picked * (1.0 - smoothing)
         if share != 0.0:
             target += tl.sum(plain, axis=0) * share
         tl.store(loss_ptr + row, lse - target)
         tl.store(z_ptr + row, z_loss * lse * lse)
-        tl.store(hit_ptr + row, (first == label).to(tl.int32))
+        tl.store(hit_ptr + row, ((picked == peak) & (earlier == 0)).to(tl.int32))
         if gradient:
             factor = (1.0 + 2.0 * z_loss * lse) / sum_all
             for start in range(0, vocab, block):
@@ -89,6 +96,10 @@ def _softmax_rows(
                 tl.store(base + column, grad, mask=inside)
 
 
+SOFTMAX = {"threads": 1024, "each": 16, "ahead": 2}
+"""Of a row of logits: threads, the neighbours that each has at a time, blocks that are read ahead."""
+
+
 def softmax_rows(
     logits_CV: torch.Tensor, labels_C: torch.Tensor, smoothing: float, z_loss: float, gradient: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -99,12 +110,12 @@ def softmax_rows(
     wide = torch.promote_types(logits_CV.dtype, torch.float32)
     loss_C, z_C = (torch.empty(rows, dtype=wide, device=logits_CV.device) for _ in range(2))
     hit_C = torch.empty(rows, dtype=torch.int32, device=logits_CV.device)
-    block = min(8192, triton.next_power_of_2(vocab))
+    threads = min(SOFTMAX["threads"], max(32, triton.next_power_of_2(vocab) // SOFTMAX["each"]))
     if rows:
         _softmax_rows[(rows,)](
             logits_CV, logits_CV.stride(0), labels_C.contiguous(), loss_C, z_C, hit_C, vocab,
             smoothing=smoothing, share=smoothing / vocab, z_loss=z_loss, ignore=IGNORE, lowest=_LOWEST, gradient=gradient,
-            wide=_wide(wide), block=block, num_warps=16 if block >= 4096 else 4,
+            wide=_wide(wide), num_warps=threads // 32, **{**SOFTMAX, "threads": threads},
         )  # fmt: skip
     return loss_C, z_C, hit_C, logits_CV
 

@@ -24,8 +24,9 @@ __all__ = ["OPEN", "VARIABLE", "Gate", "Keys", "read_keys", "response_of"]
 OPEN = ("/health", "/ready")
 """Routes that need no key."""
 VARIABLE = "MESHWRIGHT_API_KEY"
-LINGER_S = 2.0
-"""A client that sends too much has so long to see the answer: one whose connection is closed in its face sees none."""
+UNREAD = (401, 413)
+"""Refused before the body was read. What comes of it is thrown away for as long as a body may take: a client whose connection
+is closed while it sends sees a broken connection and no answer."""
 
 
 def response_of(error: ApiError) -> JSONResponse:
@@ -158,12 +159,12 @@ class Gate:
     async def _refuse(self, error: ApiError, receive: Receive, send: Send) -> None:
         response = response_of(error)
         await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-        lingering = error.status == 413
+        lingering = error.status in UNREAD
         await send({"type": "http.response.body", "body": response.body, "more_body": lingering})
         if not lingering:
             return
         try:
-            async with asyncio.timeout(LINGER_S):
+            async with asyncio.timeout(self.body_s):
                 while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
                     pass
         except TimeoutError:

@@ -30,10 +30,10 @@ multiple of 16 bytes."""
 
 
 def padded_rows(rows: int) -> int:
-    """1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, ...: the next one. A row costs little beside the weights, a recording
-    takes time and memory."""
+    """1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, ...: the next one. A recording takes time and
+    memory; a row costs little beside the weights, but many are logits and a choice for nobody."""
     power = 1 << (rows - 1).bit_length()
-    step = power if power <= 32 else power // 4
+    step = power if power <= 32 else power // (4 if power <= 256 else 8)
     return -(-rows // step) * step
 
 

@@ -85,8 +85,8 @@ class Forward:
         if isinstance(mlp, MoE):
             x, y = (x, x) if norm is None else add_norm(x, branch, norm)
             return x, mlp(y, None)[0]
-        x, y = gate_linear(x, branch, norm, mlp.up, self.model.config.activation, mlp.gate_rows)
-        return linear(y, mlp.down, x)
+        x, inner = gate_linear(x, branch, norm, mlp.up, self.model.config.activation, mlp.gate_rows, mlp.down)
+        return linear(inner, mlp.down, x)
 
     def _logits(
         self, x: torch.Tensor, branch: torch.Tensor | None, select: torch.Tensor | None, out: torch.Tensor | None

@@ -194,7 +194,10 @@ class Fuzz:
 
 async def sent(http: httpx.AsyncClient, request: dict[str, Any], seen: Counter[int]) -> str:
     """What is wrong with the answer, or nothing."""
-    answer = await http.request(**request)
+    try:
+        answer = await http.request(**request)
+    except httpx.TransportError as error:
+        return f"{error!r} and no answer to {str(request)[:300]} ({len(request['content'])} bytes)"
     seen[answer.status_code] += 1
     if answer.status_code not in ALLOWED:
         return f"{answer.status_code} for {request}: {answer.text[:200]}"

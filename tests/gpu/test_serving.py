@@ -60,10 +60,10 @@ class Called(devices.Recorder):
         return call
 
 
-def called(model: Trunk) -> dict[str, list[int]]:
+def called(model: Trunk, **options: object) -> dict[str, list[int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "Recorder", Called)
-        return answers(model)
+        return answers(model, **options)
 
 
 @pytest.mark.parametrize(("head_dim", "group"), SHAPES)

@@ -12,13 +12,18 @@ import torch
 from torch import nn
 
 from meshwright.bench.kernels import Shape, _row, swapped
+from meshwright.bench.measure import median_seconds
 from meshwright.config.recipes import recipe
 from meshwright.config.schema import ModelConfig
 from meshwright.distributed import device as devices
-from meshwright.kernels import early
-from meshwright.kernels.fused import add_norm
+from meshwright.kernels import early, rowwise
+from meshwright.kernels.fused import add_norm, add_norm_rounded, gate, gate_rounded
 from meshwright.kernels.one_row import gate_linear, linear
-from meshwright.kernels.rowwise import E4M3, ScaledLinear, multiplied, plain_quantize_rows
+from meshwright.kernels.paged_attention import Singles
+from meshwright.kernels.rowwise import E4M3, Rounded, ScaledLinear, multiplied, plain_quantize_rows, rounded
+from meshwright.models import build
+from meshwright.models.trunk import Trunk
+from meshwright.serve.layers import Forward
 from meshwright.serve.quantize import quantize_matrices
 from tests.gpu.test_serving import answers, called, made
 from tests.unit import eight_bit_cases, fused_cases, one_row_cases
@@ -121,7 +126,8 @@ def test_kernels_of_8_bits_are_their_plain_versions(many: int, monkeypatch: pyte
     monkeypatch.setattr(one_row_triton, "MANY", many)
     found = eight_bit_cases.cases(DEVICE, tuple(LIMIT))
     wrong = {name: value for name, value in found.items() if not value < NARROW[name.rsplit(" ", 1)[1]]}
-    assert len(found) == 14 and not wrong, wrong
+    assert len(found) == 22 and not wrong, wrong
+    assert all(value == 0.0 for name, value in found.items() if name.startswith("before"))  # bit by bit
 
 
 @pytest.mark.parametrize("rows", [2, 16, 256, 1000])
@@ -146,6 +152,73 @@ def test_rows_of_8_bits_times_a_matrix_of_8_bits(rows: int):
 def test_8_bits_recorded_and_called():
     model = quantize_matrices(made(64, 4), DEVICE)
     assert answers(model) == called(model)
+
+
+def test_the_same_tokens_where_kernels_round_what_they_give(monkeypatch: pytest.MonkeyPatch):
+    """Recorded and called: the bits of rows that are rounded by a kernel of their own."""
+    model = quantize_matrices(made(64, 4), DEVICE)
+    given: list[type] = []
+    model.layers[0].mlp.down.register_forward_pre_hook(lambda _, args: given.append(type(args[0])))  # type: ignore[union-attr]
+    found = answers(model, cache_dtype=E4M3)
+    assert called(model, cache_dtype=E4M3) == found and Rounded in given
+    given.clear()
+    monkeypatch.setattr(rowwise, "ROUNDS_BEFORE", False)
+    assert answers(model, cache_dtype=E4M3) == found and Rounded not in given
+
+
+@pytest.mark.parametrize("rows", [448, 16])
+@pytest.mark.parametrize("name", ["llama-1b", "llama-3-8b"])
+def test_kernels_that_round_what_they_give(name: str, rows: int, capsys: pytest.CaptureFixture[str]):
+    """Bit by bit what a kernel of its own makes of their results; and microseconds of both."""
+    shape = Shape(ModelConfig(**recipe(name)), DEVICE, False, True)
+    width, features = shape.config.width, shape.config.ffn
+    x, branch, up = shape.some(1, rows, width), shape.some(1, rows, width), shape.some(1, rows, 2 * features)
+    pairs: dict[str, tuple[Callable[[], Rounded], Callable[[], Rounded]]] = {
+        "add_norm": (
+            lambda: add_norm_rounded(x, branch, shape.norm)[1],
+            lambda: rounded(add_norm(x, branch, shape.norm)[1]),
+        ),
+        "gate": (lambda: gate_rounded(up, "swiglu", 16), lambda: rounded(gate(up, "swiglu", 16))),
+    }
+    lines = []
+    with torch.inference_mode():
+        for kind, (one, two) in pairs.items():
+            found, expected = one(), two()
+            assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+            assert torch.equal(found.scale, expected.scale)
+            times = [shape.timed([call] * 64) * 1e6 for call in (one, two)]
+            lines.append(f"{name} {rows} rows {kind:9}{times[0]:7.2f} us, by two kernels {times[1]:7.2f} us")
+    with capsys.disabled():
+        print("\n" + "\n".join(lines))
+
+
+def test_a_step_of_many_rows_where_kernels_round_what_they_give(capsys: pytest.CaptureFixture[str]):
+    """Logits of 448 sequences of 300 tokens through four layers of the 8B shape, bit by bit, and the time of a step of each."""
+    rows, length, page = 448, 300, 16
+    values = {**recipe("llama-3-8b"), "layers": 4, "vocab": 1024}
+    model = build(ModelConfig(**values), "lm", torch.bfloat16)
+    assert isinstance(model, Trunk)
+    for parameter in model.to_empty(device=DEVICE).requires_grad_(False).parameters():  # drawn on a host it would take long
+        parameter.normal_(0.0 if parameter.ndim > 1 else 1.0, 0.02)
+    forward = Forward(quantize_matrices(model, DEVICE), (0, 4))
+    each = -(-length // page)
+    pools = [torch.randn(rows * each, page, 8, 128, device=DEVICE).to(E4M3) for _ in "kv"]
+    forward.cache = [tuple(pool.view(torch.uint8).clone().view(E4M3) for pool in pools) for _ in range(4)]  # type: ignore[misc]
+    tables = torch.arange(rows * each, dtype=torch.int32, device=DEVICE).view(rows, each)
+    slots = tables[:, (length - 1) // page].long() * page + (length - 1) % page
+    pages = Singles(slots, tables, torch.full((rows,), length, dtype=torch.int32, device=DEVICE))
+    tokens = torch.arange(rows, device=DEVICE)
+    positions = torch.full((rows,), length - 1, device=DEVICE)
+    logits, times = [], []
+    with torch.inference_mode():
+        for before in (True, False):
+            with swapped(rowwise, "ROUNDS_BEFORE", before):
+                logits.append(forward(tokens, positions, pages))
+                replay = devices.Recorder(DEVICE).record(lambda: forward(tokens, positions, pages))
+            times.append(median_seconds(replay, DEVICE) * 1e6)
+    assert logits[0].isfinite().all() and torch.equal(*logits)
+    with capsys.disabled():
+        print(f"\n4 layers, {rows} rows: {times[0]:.0f} us, with kernels of their own {times[1]:.0f} us")
 
 
 def rounded_rows(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from tests.unit.fused_cases import DTYPES, drawn, largest, norm_of
 
 WIDTHS = {"narrow": (24, 6), "no multiple": (300, 38), "many rows": (40, 70)}
 """Columns, and rows of the matrix."""
+BEFORE = {"narrow": (24, 4, 40), "no multiple": (300, 1, 75), "llama-1b": (2048, 16, 8192), "llama-3-8b": (4096, 16, 14336)}
+"""Width, rows of a gate beside each other, and features of a feed-forward layer."""
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, device: Any, bias: bool) -> ScaledLinear:
@@ -57,6 +59,36 @@ def rounded(dtype: torch.dtype, device: Any) -> float:
     assert found.dtype == E4M3 and scale.shape == other.shape == (7, 1) and not found[6].float().any()
     assert same_bytes(found, expected)
     return float(((scale - other) / other).abs().max())
+
+
+def different(found: rowwise.Rounded, x: torch.Tensor) -> int:
+    """Bytes and scales that are not those of x, rounded by a kernel of its own."""
+    from meshwright.kernels.rowwise_triton import quantize_rows
+
+    values, scale = quantize_rows(x)
+    assert found.values.shape == x.shape and found.scale.shape == (*x.shape[:-1], 1) and found.dtype == x.dtype
+    assert found.values.float().isfinite().any() and float(scale[0, 0]) != float(scale[0, 1])
+    bits = ((found.values, values, torch.uint8), (found.scale, scale, torch.int32))
+    return sum(int((one.view(kind) != other.view(kind)).sum()) for one, other, kind in bits)
+
+
+def before(dtype: torch.dtype, device: Any, width: int, gate_rows: int, features: int) -> float:
+    """What a norm and a gate round themselves, bit by bit. Rows of all sizes; zeros, and some that are no numbers."""
+    sizes = torch.tensor([1e-3, 1.0, 30.0, 1e4, 0.0, 1.0], dtype=torch.float64, device=device).view(2, 3, 1)
+    x, branch = ((drawn(2, 3, width, device=device, seed=n) * sizes).to(dtype) for n in (0, 1))
+    x[1, 2, width // 2] = torch.nan
+    count = 0
+    for kind in (nn.RMSNorm, nn.LayerNorm):
+        norm = norm_of(kind, width, dtype, device)
+        for added in (branch, None):
+            total, found = fused.add_norm_rounded(x, added, norm)
+            expected, normed = fused.add_norm(x, added, norm)
+            count += different(found, normed) + int((total != expected).sum() - expected.isnan().sum())
+    up = (drawn(2, 3, 2 * features, device=device, seed=2) * sizes).to(dtype)
+    up[1, 2, [0, features + 1]] = torch.nan
+    for name in ("swiglu", "gelu_tanh") if width < 1000 else ("swiglu",):
+        count += different(fused.gate_rounded(up, name, gate_rows), fused.gate(up, name, gate_rows))
+    return float(count)
 
 
 def through(dtype: torch.dtype, device: Any, width: int, rows: int, bias: bool) -> float:
@@ -127,6 +159,8 @@ def cases(device: Any = "cpu", dtypes: Any = tuple(DTYPES)) -> dict[str, float]:
         found[f"rows {word}"] = rounded(dtype, device)
         for name, (width, rows) in WIDTHS.items():
             found[f"matrix {name} {word}"] = through(dtype, device, width, rows, name != "narrow")
+        for name, shape in BEFORE.items():
+            found[f"before {name} {word}"] = before(dtype, device, *shape)
         found[f"pages {word}"] = written(dtype, device)
         if (torch.device(device).type, word) != ("cpu", "bf16"):  # the interpreter multiplies bf16 as whole numbers
             found[f"attention {word}"] = attended(dtype, device, 16)

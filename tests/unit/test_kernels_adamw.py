@@ -8,8 +8,14 @@ import torch
 from meshwright.kernels import adamw
 from meshwright.kernels.adamw import adamw_, sgd_
 
-SIZE = 3 * adamw._BLOCK // 2 + 5
+BLOCK = 1 << 16
+SIZE = 3 * BLOCK // 2 + 5
 SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw, "_BLOCK", BLOCK)
 
 
 def _run_torch(optimizer_kind, start: torch.Tensor, grads: list[torch.Tensor], **kw) -> torch.Tensor:
@@ -37,6 +43,24 @@ def test_adamw_equals_torch(dtype: torch.dtype, tolerance: float) -> None:
     for step, grad in enumerate(grads, 1):
         adamw_(master, grad, m, v, step=step, **SETTINGS)
     torch.testing.assert_close(master, expected, rtol=tolerance, atol=tolerance)
+
+
+# Mutations, each red: the last few elements go to the kernel as they are; what precedes them ends one early; the new moments
+# of them are not written back.
+@pytest.mark.parametrize("scale", [None, 0.25, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_shard_gives_the_bits_of_the_whole(dtype: torch.dtype, scale: float | None) -> None:
+    start, grads = _data(dtype, 3)
+    start, grads = start[:1000], [grad[:1000] for grad in grads]
+    factor = None if scale is None else torch.tensor(scale, dtype=dtype)
+    results = []
+    for sizes in ([1000], [1, 62, 63, 64, 65, 128, 7, 610]):
+        state = [start.clone(), torch.zeros_like(start), torch.zeros_like(start)]
+        for step, grad in enumerate(grads, 1):
+            for w, g, m, v in zip(*(t.split(sizes) for t in (state[0], grad, *state[1:])), strict=True):
+                adamw_(w, g, m, v, step=step, grad_scale=factor, **SETTINGS)
+        results.append(state)
+    assert all(torch.equal(whole, parts) for whole, parts in zip(*results, strict=True))
 
 
 def test_adamw_takes_tensors_for_what_the_device_knows() -> None:

@@ -23,3 +23,10 @@ def test_numbers_of_8_bits(kind: str, count: int):
     found = of("eight_bit_cases", kind)
     wrong = {name: value for name, value in found.items() if not value < LIMIT[name.rsplit(" ", 1)[1]]}
     assert len(found) == count and not wrong, wrong
+
+
+def test_kernels_that_round_what_they_give():
+    """Bit by bit what a kernel of its own makes of their results. Mutations tried, each red: the norm, or the product with a
+    gate, not rounded to the model's dtype before; a scale for two rows; half of the features of a gate."""
+    found = of("eight_bit_cases", "before")
+    assert len(found) == 12 and set(found.values()) == {0.0}, found

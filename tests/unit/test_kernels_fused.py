@@ -84,6 +84,6 @@ def test_one_row_through_a_matrix(kind: str):
 
 @pytest.mark.parametrize("kind", ["softmax", "adamw", "sgd", "scaled"])
 def test_loss_and_optimizer(kind: str):
-    """Mutations tried, each red: no share of the smoothing; a skipped update that is made all the same; momentum that is
-    not stored; the factor rounded to bf16."""
+    """Mutations tried, each red: no share of the smoothing; the second of equal logits taken for the answer; a skipped update
+    that is made all the same; momentum that is not stored; the factor rounded to bf16."""
     assert near(of("training_cases", kind))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,48 @@ def test_bodies_are_bounded_in_size_time_and_kind():
     run(story())
 
 
+@asynccontextmanager
+async def listening(engine: FakeEngine, **options: Any) -> AsyncIterator[int]:
+    """The port of a server with sockets. options: of create_app."""
+    service = Service(engine)
+    app = create_app(service, **options)
+    config = uvicorn.Config(app, http=Impatient, ws="none", lifespan="off", log_level="error", port=0, timeout_keep_alive=1)
+    config.load()
+    state = uvicorn.Server(config).server_state
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Impatient(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
+    service.start()
+    async with server:
+        yield server.sockets[0].getsockname()[1]
+    await service.close()
+
+
+def test_a_client_that_sends_on_after_it_was_refused_sees_the_answer():
+    """The rest of its body comes 2.2 s later, within the time that a body may take. Mutations tried: 2 s for what is too large,
+    and no time of its own for what has no key, which ends with the second in which a connection without a request is kept.
+    """
+
+    async def one(port: int, size: int, key: bytes) -> tuple[bytes, bytes]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: %d\r\n\r\n"
+        writer.write(head % (key, size) + b"x" * (size // 2))
+        answer = await reader.readuntil(b"}}")
+        with pytest.raises(TimeoutError):  # not closed
+            await asyncio.wait_for(reader.read(1), 2.2)
+        writer.write(b"x" * (size - size // 2) + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        after = await reader.read(12)
+        writer.close()
+        return answer, after
+
+    async def story() -> None:
+        async with listening(FakeEngine(), limits=Limits(max_body=2000, body_s=8), keys=Keys(["right"])) as port:
+            large, keyless = await asyncio.gather(one(port, 3000, b"right"), one(port, 1000, b"wrong"))
+        assert b" 413 " in large[0] and large[1] == b""  # this connection was to be closed, and in good order
+        assert b" 401 " in keyless[0] and keyless[1] == b"HTTP/1.1 200"
+
+    run(story())
+
+
 def test_a_connection_without_the_head_of_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):
     """A first one, and a second one on a connection that is kept; a request that takes long is not disturbed.
 
@@ -84,16 +128,7 @@ def test_a_connection_without_the_head_of_a_request_is_closed(monkeypatch: pytes
     monkeypatch.setattr("meshwright.serve.server.HEADER_S", 0.1)
 
     async def story() -> None:
-        engine = FakeEngine(step_s=0.1)
-        service = Service(engine)
-        config = uvicorn.Config(create_app(service), http=Impatient, ws="none", lifespan="off", log_level="error", port=0)
-        config.load()
-        state = uvicorn.Server(config).server_state
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Impatient(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
-        service.start()
-        port = server.sockets[0].getsockname()[1]
-        async with server:
+        async with listening(FakeEngine(step_s=0.1)) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /health HT")
             assert await asyncio.wait_for(reader.read(), 2) == b""
@@ -107,7 +142,6 @@ def test_a_connection_without_the_head_of_a_request_is_closed(monkeypatch: pytes
             writer.write(b"GET /hea")
             assert await asyncio.wait_for(reader.read(), 2) == b""
             writer.close()
-        await service.close()
 
     run(story())
 

@@ -92,8 +92,8 @@ def test_experts_that_wait_for_the_device_are_not_recorded(recorder: list[Replay
 
 
 def test_padding():
-    assert [padded_rows(n) for n in (1, 2, 3, 5, 9, 17, 33, 49, 65, 97, 129, 193, 257)] == [
-        *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384)
+    assert [padded_rows(n) for n in (1, 2, 3, 5, 9, 17, 33, 49, 65, 97, 129, 193, 257, 321, 400, 449, 513)] == [
+        *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640)
     ]
     assert [padded_length(n) for n in (1, 1024, 1025, 5000)] == [1024, 1024, 2048, 8192]
     assert all(padded_rows(n) >= n and padded_rows(padded_rows(n)) == padded_rows(n) for n in range(1, 600))

@@ -121,7 +121,7 @@ def norm_kernels():
     return rms_norm_triton
 
 
-WIDE = {"1b": (1000, 2048), "8b": (517, 4096), "small": (2000, 1024), "no power of two": (1031, 1536), "odd": (300, 999)}
+WIDE = {"all of 1b": (1000, 2048), "8b": (517, 4096), "small": (2000, 1024), "1536": (1031, 1536), "999": (300, 999)}
 
 
 # Mutations as in tests/unit/test_kernels_rms_norm.py.

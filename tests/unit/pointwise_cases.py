@@ -111,7 +111,7 @@ def dropped(kernels: Any, device: Any = "cpu") -> Iterator[tuple[str, bool]]:
             yield f"dropout {name} {kind}", torch.equal(found, dropout.plain_dropout(x, keys.to(device), site, p))
 
 
-NORMS = {"rows": (37, 96), "of a row": (1, 1000), "odd": (3, 5, 13), "blocks": (9, 1040), "none": (0, 8)}
+NORMS = {"rows": (37, 96), "of a row": (1, 4096), "odd": (3, 5, 13), "1b": (5, 2048), "not 2048": (3, 1040), "none": (0, 8)}
 
 
 def norm_gradients(

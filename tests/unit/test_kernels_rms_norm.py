@@ -135,8 +135,8 @@ def test_inside_of_compiled_blocks(recompute: str, frozen: str, norms: int, coun
 @pytest.mark.slow
 @interpreter
 def test_the_kernel() -> None:
-    """Mutations tried, each red: eps outside of the root; the mean over a block for one over the width; the residual left out;
-    rows of a last round left out; parts after the first 512 left out, or a column's neighbour."""
+    """Mutations tried, each red: eps outside of the root; either mean over a block for one over the width; the residual left
+    out; rows of a last round left out; some parts left out, or others taken for a column's."""
     found = of("pointwise_cases", "norm of")
     wrong = {name: value for name, value in found.items() if not value <= LIMIT[name.rsplit(" ", 1)[1]]}
     assert len(found) == 2 * 3 * len(NORMS) and not wrong, wrong

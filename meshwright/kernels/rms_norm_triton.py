@@ -33,7 +33,7 @@ def _gradient(
     block: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """A program takes every so manieth row, and sums the weight's gradient over them in registers."""
+    """Program i of P takes rows i, i + P, i + 2 P, ..., and sums the weight's gradient over them in registers."""
     column = tl.arange(0, block)
     inside = column < width
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)

@@ -78,6 +78,7 @@ def test_what_passed_is_not_run_again_and_the_rest_is(checkout):
     assert (code, ran) == (0, {}) and "6 deselected" in text
 
 
+@pytest.mark.slow
 def test_another_file_commit_or_line_runs_all_again(checkout):
     # Red when the commit or a file that is not committed is left out of the state.
     chosen = ("-k", "passes or after")
@@ -91,6 +92,7 @@ def test_another_file_commit_or_line_runs_all_again(checkout):
     assert run(checkout, *chosen)[:2] == (0, both)
 
 
+@pytest.mark.slow
 def test_two_workers_leave_out_the_same_tests_and_one_that_dies_is_replaced(checkout):
     pytest.importorskip("xdist")
     (checkout / "test_it.py").write_text(

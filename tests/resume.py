@@ -38,12 +38,12 @@ def state(root: Path) -> str:
 
 
 class Resume:
-    """Leaves out what passed before, and where `file` is given writes down what passes now."""
+    """Leaves out what passed before, and where `out` is given writes down what passes now."""
 
-    def __init__(self, passed: set[str], file: Path | None) -> None:
+    def __init__(self, passed: set[str], file: Path | None = None, out: IO[str] | None = None) -> None:
         self.passed = passed
         self.file = file
-        self.out: IO[str] | None = None
+        self.out = out
         self.called: set[str] = set()
 
     def pytest_report_header(self) -> str:
@@ -63,10 +63,7 @@ class Resume:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" and report.passed:
             self.called.add(report.nodeid)
-        if self.file and report.when == "teardown" and report.passed and report.nodeid in self.called:
-            if self.out is None:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
-                self.out = self.file.open("a", encoding="utf-8")
+        if self.out is not None and report.when == "teardown" and report.passed and report.nodeid in self.called:
             self.out.write(report.nodeid + "\n")
             self.out.flush()
 
@@ -77,10 +74,24 @@ class Resume:
             self.out.close()
 
 
+def opened(file: Path, write: bool) -> Resume:
+    """A line that was cut off, or is not UTF-8, names no test: the beginning of a name may be that of another."""
+    out = None
+    try:
+        kept = file.read_bytes() if file.exists() else b""
+        if write:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            out = file.open("a", encoding="utf-8")
+            out.write("" if kept.endswith(b"\n") or not kept else "\n")
+    except OSError as error:
+        what = f"{file} cannot be used: {error.strerror}. Remove {FOLDER} or make it writable"
+        raise pytest.UsageError(f"-p tests.resume: {what}") from None
+    return Resume(set(kept.decode(errors="replace").split("\n")[:-1]), file, out)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        resume = Resume(set(config.workerinput["passed"]), None)
+        resume = Resume(set(config.workerinput["passed"]))
     else:
-        file = config.rootpath / FOLDER / state(config.rootpath)
-        resume = Resume(set(file.read_text(encoding="utf-8").splitlines()) if file.exists() else set(), file)
+        resume = opened(config.rootpath / FOLDER / state(config.rootpath), not config.option.collectonly)
     config.pluginmanager.register(resume, "passed before")

@@ -19,12 +19,13 @@ from meshwright.models import build, generate
 from meshwright.models.files import DESCRIPTION, load_model, model_tensors, read_description
 from meshwright.models.hf import CONFIG, HfFolder, load_hf
 from meshwright.models.initialize import materialise
+from meshwright.models.shards import Shards
 from meshwright.runtime.corpus import Corpus
 from meshwright.runtime.folder import RunFolder
 from meshwright.runtime.modules import load_modules
 from meshwright.train.objectives import make_objective
 
-__all__ = ["Trained", "continue_text", "described", "label_names", "load_trained", "run_folder"]
+__all__ = ["Trained", "continue_text", "described", "label_names", "load_trained", "run_folder", "stored_dtype"]
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,7 @@ def load_trained(
         task = make_objective(config.objective, config.model.classes or 0).task
         kind = "ema" if any(name.startswith("ema/") for name in names) else "model"
         model = build(config.model, task)
-        stored = torch.float64 if config.precision == "fp64" else torch.float32
-        materialise(model, device, stored)
+        materialise(model, device, _stored(config))
         pieces = []
         for name, tensor in model_tensors(model):
             stored_name = f"{kind}/{name}" if f"{kind}/{name}" in names else f"model/{name}"
@@ -139,6 +139,23 @@ def described(path: str | Path) -> tuple[ModelConfig, str]:
         with HfFolder.open(path) as source:
             return source.hf.config, source.hf.task
     raise _no_model(path)
+
+
+def stored_dtype(path: str | Path) -> torch.dtype:
+    """Of the weights that `load_trained` would load where nothing is said, without reading them. Raises CheckpointError as
+    that does."""
+    path, run = Path(path), run_folder(path)
+    if run is not None:
+        with CheckpointStore(run.checkpoints, write=False, report=lambda line: None) as store:
+            return _stored(Config.model_validate(inspect(_checkpoint(store, run, path))["meta"]["config"]))
+    if (path / DESCRIPTION).is_file() or (path / CONFIG).is_file():
+        with Shards(path) as shards:
+            return shards.widest()
+    raise _no_model(path)
+
+
+def _stored(config: Config) -> torch.dtype:
+    return torch.float64 if config.precision == "fp64" else torch.float32
 
 
 def _skipped(line: str) -> None:

@@ -66,7 +66,9 @@ class BatchCommand:
         elif not Path(self.output).absolute().parent.is_dir():
             findings.append(Finding(self.output, "cannot be written: there is no such folder", "Make it first"))
         if not Path(self.prompts).is_file():
-            return [*findings, Finding(self.prompts, "there is no such file")]
+            there = Path(self.prompts).exists()
+            what = "is no regular file, which can be read twice" if there else "there is no such file"
+            return [*findings, Finding(self.prompts, what)]
         return [*findings, *check_prompts(self.prompts)]
 
     def as_rank(self, serving: Serving) -> int:

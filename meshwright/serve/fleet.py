@@ -20,7 +20,7 @@ from meshwright.distributed.environment import read_world
 from meshwright.distributed.launch import launch
 from meshwright.distributed.world import init_world
 from meshwright.errors import Finding, UserError
-from meshwright.runtime.trained import described
+from meshwright.runtime.trained import described, stored_dtype
 from meshwright.serve.cache import BLOCK_SIZE
 from meshwright.serve.contract import Engine
 from meshwright.serve.engine import LLMEngine
@@ -79,7 +79,7 @@ class Fleet:
                 devices.visible(self.devices, kind, len(chosen))
                 chosen = self.devices.split(",")
             memory = _memory(kind, int(chosen[0]))
-            items = self._items()
+            items = self._items(kind)
             serving = choose_serving(
                 config,
                 head,
@@ -91,14 +91,18 @@ class Fleet:
                 cache_item=items[2],
             )
             if head == "lm" and "blocks" in self.engine:
-                found += cache_findings(config, serving, self.engine["blocks"], BLOCK_SIZE, memory, items)
+                share = memory // serving.ranks if kind == "cpu" else memory  # ranks of a CPU have its memory together
+                found += cache_findings(config, serving, self.engine["blocks"], BLOCK_SIZE, share, items)
         except UserError as error:
             return None, [*found, *error.findings]
         return (None if found else serving), found
 
-    def _items(self) -> tuple[int, int | None, int | None]:
-        """As of `layout.held_bytes`."""
-        item = DTYPES[self.engine["dtype"]].itemsize if self.engine.get("dtype") in DTYPES else 2
+    def _items(self, kind: str) -> tuple[int, int | None, int | None]:
+        """As of `layout.held_bytes`. A CPU has weights as they are stored where nothing else is said."""
+        if self.engine.get("dtype") in DTYPES:
+            item = DTYPES[self.engine["dtype"]].itemsize
+        else:
+            item = stored_dtype(self.model).itemsize if kind == "cpu" and "blocks" in self.engine else 2
         return item, 1 if "quantization" in self.engine else None, 1 if "kv_cache_dtype" in self.engine else None
 
     def load(self, serving: Serving) -> Engine:

@@ -146,6 +146,8 @@ class Gate:
         except TimeoutError:
             text = f"the body did not come within {self.body_s:g} s"
             raise ApiError(408, text, code="body_timeout", headers={"connection": "close"}) from None
+        except asyncio.CancelledError:  # the server ends, and waits for the rest no longer
+            raise ApiError(503, "the server is stopping", code="not_ready", headers={"connection": "close"}) from None
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         # a page of another origin can send any text, but not this type: that is what protects a server without a key
         if method == "POST" and body and kind != b"application/json":
@@ -167,7 +169,7 @@ class Gate:
             async with asyncio.timeout(self.body_s):
                 while (message := await receive())["type"] != "http.disconnect" and message.get("more_body", False):
                     pass
-        except TimeoutError:
+        except (TimeoutError, asyncio.CancelledError):  # the second one: the server ends
             pass
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -314,10 +314,11 @@ def create_app(service: Service, *, keys: Keys | None = None, limits: Limits | N
     _post(app, "/v1/fill-mask", routes.fill, answers(Filled), "fill-mask" in tasks)
     _get(app, "/v1/models", routes.models, answers(ModelList, body=False))
     _get(app, "/v1/models/{model:path}", routes.one_model, answers(ModelCard, body=False, missing=True))
+    for path, handler in (("/health", routes.health), ("/ready", routes.ready)):
+        # GET too, and before the documented ones: a 405 names what the first route of the path allows
+        app.api_route(path, methods=["GET", "HEAD"], include_in_schema=False, response_model=None)(handler)
     _get(app, "/health", routes.health, {200: {"model": State}})
     _get(app, "/ready", routes.ready, {200: {"model": State}, 503: {"model": State, "description": "Not ready"}})
-    app.head("/health", include_in_schema=False)(routes.health)  # the server leaves out the body
-    app.head("/ready", include_in_schema=False)(routes.ready)
     _get(app, "/metrics", routes.metrics, answers(None, body=False, other="text/plain"))
     _get(app, "/", routes.page, answers(None, body=False, other="text/html"))
     _handlers(app)

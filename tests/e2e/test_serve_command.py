@@ -23,6 +23,7 @@ from meshwright.models import build, initialize
 from meshwright.models.files import save_model
 from meshwright.serve.command import ServeCommand
 from meshwright.serve.encoder import EncoderEngine
+from meshwright.serve.engine import LLMEngine
 from meshwright.serve.fleet import OUTCOME, Fleet
 from meshwright.serve.layout import Serving
 from meshwright.serve.loading import load_engine, task_of
@@ -157,6 +158,23 @@ def test_a_dry_run_says_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: P
     capsys.readouterr()
     assert main(["serve", model, "--device", "cpu", "--dry-run", "--blocks", "99999999999"]) == 2
     assert "--blocks: 99,999,999,999 of " in capsys.readouterr().err  # not looked at before: red
+
+
+def test_blocks_of_a_cpu_are_as_wide_as_the_weights_and_its_ranks_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Mutations tried, each red: 2 bytes for weights that are stored in 4; the whole memory for each rank."""
+    model = str(folder(tmp_path / "model"))
+    one = Fleet(model, {"device": "cpu", "blocks": 10**12}).plan()[1][0]
+    each = int(re.findall(r"of ([\d,]+) bytes", one.what)[0].replace(",", ""))
+    narrow = Fleet(model, {"device": "cpu", "blocks": 10**12, "dtype": "bf16"}).plan()[1][0]
+    assert f" of {each // 2:,} bytes " in narrow.what
+    engine = LLMEngine.load(model, device="cpu", blocks=4)
+    assert each == sum(page[:1].nbytes for pages in engine.runner._forward.cache for page in pages)
+    monkeypatch.setattr("meshwright.serve.fleet.devices.memory_total", lambda one: (2**30, 2**30))
+    fits = 2**29 // each
+    assert not Fleet(model, {"device": "cpu", "blocks": fits}).plan()[1]
+    assert Fleet(model, {"device": "cpu", "blocks": fits, "dp": 2}).plan()[1][0].where == "--blocks"
 
 
 def serve(model: Path, *options: str, blocks: int | None = 40) -> tuple[subprocess.Popen[str], str]:

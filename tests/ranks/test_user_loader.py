@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -83,6 +86,22 @@ def ids(batch: Any) -> list[int]:
     return batch.tolist()
 
 
+def ends_workers(job: Callable[..., Any]) -> Callable[..., Any]:
+    """A job of a rank, after which the rank has no processes. Workers that live on go with their loader, which refers to
+    itself; a rank that is killed before would leave them behind: a server of forks, not the rank, is their parent.
+    Mutation tried: no collection."""
+
+    @wraps(job)
+    def whole(*args: Any, **options: Any) -> Any:
+        found = job(*args, **options)
+        gc.collect()
+        assert not multiprocessing.active_children()
+        return found
+
+    return whole
+
+
+@ends_workers
 def dealt(
     kind: str, mode: str, epochs: int, rows: int = 11, stop: int | None = None
 ) -> list[list[tuple[list[int], bool, bool]]]:
@@ -136,6 +155,7 @@ def test_all_ranks_have_the_same_number_of_batches(ranks, rows: int):
         assert sum(len(part) for rank in found for part, counts, _ in rank[0] if counts) == rows
 
 
+@ends_workers
 def resumed(kind: str, stop: int) -> list[list[int]]:
     """An epoch and a half, saved after `stop` batches of the second, and what another loader makes of that state."""
     ranks = joined()
@@ -162,6 +182,7 @@ def test_a_loader_goes_on_in_the_middle_of_an_epoch(ranks, kind: str):
         assert left == expected
 
 
+@ends_workers
 def between(kind: str) -> list[list[int]]:
     """An epoch, saved when it is over, and what another loader makes of that state."""
     ranks = joined()

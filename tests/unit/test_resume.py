@@ -93,6 +93,23 @@ def test_another_file_commit_or_line_runs_all_again(checkout):
 
 
 @pytest.mark.slow
+def test_a_damaged_record_leaves_out_only_what_it_names_and_one_that_cannot_be_written_is_told(checkout):
+    # Red when a line that was cut off counts (it is another test's name here), when what follows is written behind it, and when
+    # bytes that are no text are read as such.
+    (checkout / "test_it.py").write_text("def test_a(): pass\ndef test_ab(): pass\n")
+    assert run(checkout)[0] == 0
+    (record,) = (checkout / ".cache" / "test-all").iterdir()
+    record.write_bytes(b"\xff\x00\ntest_it.py::test_ab\ntest_it.py::test_a")
+    assert run(checkout)[:2] == (0, {"test_a": "PASSED"})
+    assert run(checkout)[:2] == (0, {})
+    record.unlink()
+    record.mkdir()
+    code, ran, text = run(checkout)
+    assert (code, ran) == (4, {}) and f"{record} cannot be used: Is a directory" in text and "Traceback" not in text
+    assert run(checkout, "--collect-only")[0] == 4
+
+
+@pytest.mark.slow
 def test_two_workers_leave_out_the_same_tests_and_one_that_dies_is_replaced(checkout):
     pytest.importorskip("xdist")
     (checkout / "test_it.py").write_text(

@@ -120,6 +120,29 @@ def test_a_client_that_sends_on_after_it_was_refused_sees_the_answer():
     run(story())
 
 
+@pytest.mark.parametrize(("key", "status"), [(b"wrong", b" 401 "), (b"right", b" 503 ")])
+def test_a_client_that_still_sends_when_the_server_ends_leaves_no_traceback(
+    capsys: pytest.CaptureFixture[str], key: bytes, status: bytes
+):
+    """uvicorn cancels what is left after its deadline. Mutations tried, each red: the cancellation let through while a body is
+    read, and while the rest of one is thrown away."""
+
+    async def story() -> None:
+        async with listening(FakeEngine(), keys=Keys(["right"])) as port:
+            before = asyncio.all_tasks()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer %b\r\ncontent-length: 9\r\n\r\n"
+            writer.write(head % key + b"x")
+            await asyncio.sleep(0.2)
+            for task in asyncio.all_tasks() - before:
+                task.cancel()
+            assert status in await asyncio.wait_for(reader.readuntil(b"}}"), 5)
+            writer.close()
+        assert "Traceback" not in capsys.readouterr().err
+
+    run(story())
+
+
 def test_a_connection_without_the_head_of_a_request_is_closed(monkeypatch: pytest.MonkeyPatch):
     """A first one, and a second one on a connection that is kept; a request that takes long is not disturbed.
 

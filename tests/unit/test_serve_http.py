@@ -490,6 +490,8 @@ def test_ready_follows_the_engine_and_health_does_not():
             assert ready.status_code == 503 and "no device" in ready.json()["reason"]
             assert (await here.http.get("/health")).json()["status"] == "ok"
             assert [(await here.http.head(path)).status_code for path in ("/health", "/ready", "/metrics")] == [200, 503, 405]
+            posted = [await here.http.post(path) for path in ("/health", "/ready")]
+            assert [sorted(one.headers["allow"].split(", ")) for one in posted] == [["GET", "HEAD"]] * 2  # only GET before: red
             assert "meshwright_ready 0.0" in (await here.http.get("/metrics")).text
             again = await here.post(COMPLETE, prompt="a")
             assert again.status_code == 503 and again.headers["retry-after"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -147,11 +148,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     assert "2 prompts, 4 tokens in" in capsys.readouterr().err and len((tmp_path / "out").read_text().splitlines()) == 2
     assert main(["generate", "m", "--prompts", str(tmp_path / "none"), "--output", str(tmp_path / "out")]) == 2
+    os.mkfifo(tmp_path / "pipe")
+    assert main(["generate", "m", "--prompts", str(tmp_path / "pipe"), "--output", str(tmp_path / "new")]) == 2
     (tmp_path / "rows.jsonl").write_text("1\n")
     files = ["--prompts", str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "no" / "out")]
     assert main(["generate", "m", *files, "--top-p", "7"]) == 2
     said = capsys.readouterr().err
     assert "top_p: 7.0" in said and "no such folder" in said and "rows.jsonl:1: " in said
+    assert "pipe: is no regular file" in said
     assert "out: is there already" in said and "none: there is no such file" in said
     monkeypatch.setattr("sys.stdin", io.StringIO(f"hi\n\n{'x' * 80}\nyou\n"))
     assert main(["generate", "m", "--interactive", "--max-tokens", "3"]) == 0

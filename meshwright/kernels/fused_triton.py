@@ -16,7 +16,7 @@ from torch import nn
 from meshwright.kernels.early import launch_options
 from meshwright.kernels.fused import GATES, Heads
 from meshwright.kernels.rowwise import Rounded, rounded
-from meshwright.kernels.rowwise_triton import as_stored, empty_rows, store_rounded
+from meshwright.kernels.rowwise_triton import as_stored, empty_rows, row_warps, store_rounded
 
 __all__ = ["add_norm", "add_norm_rounded", "best", "gate", "gate_rounded", "turn_and_write"]
 
@@ -226,7 +226,7 @@ def _launch_add_norm(
         rounding=scale is not None,
         wide=_wide(x.dtype),
         block=block,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=row_warps(block),
         **launch_options(),
     )
     return total
@@ -295,8 +295,9 @@ def gate_rounded(x: torch.Tensor, name: str, gate_rows: int) -> Rounded:
         return rounded(gate(x, name, gate_rows))
     values, scale = empty_rows(*x.shape[:-1], width, device=x.device)
     sizes: dict[str, Any] = {"kind": _KINDS[name], "rows": gate_rows, "wide": _wide(x.dtype), "block": block}
-    warps = max(1, min(16, block // 512))
-    _gate[(1, scale.numel())](x.contiguous(), values, scale, width, rounding=True, **sizes, num_warps=warps, **launch_options())
+    _gate[(1, scale.numel())](
+        x.contiguous(), values, scale, width, rounding=True, **sizes, num_warps=row_warps(block), **launch_options()
+    )
     return Rounded(values, scale, x.dtype)
 
 

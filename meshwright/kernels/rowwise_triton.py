@@ -8,7 +8,7 @@ import triton.language as tl
 
 from meshwright.kernels.early import launch_options
 
-__all__ = ["as_stored", "empty_rows", "multiplies", "quantize_rows", "store_rounded", "widened"]
+__all__ = ["as_stored", "empty_rows", "multiplies", "quantize_rows", "row_warps", "store_rounded", "widened"]
 
 
 @triton.jit
@@ -48,6 +48,11 @@ def _quantize(x_ptr, out_ptr, scale_ptr, width, wide: tl.constexpr, block: tl.co
     store_rounded(x, inside, row * width + column, out_ptr, scale_ptr, row)
 
 
+def row_warps(block: int) -> int:
+    """Of a program that keeps a row of `block` numbers."""
+    return max(1, min(16, block // 512))
+
+
 def empty_rows(*shape: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """For e4m3 [..., K], and fp32 [..., 1]."""
     values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
@@ -60,9 +65,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     values, scale = empty_rows(*x.shape, device=x.device)
     block = triton.next_power_of_2(width)
     wide = tl.float64 if x.dtype == torch.float64 else tl.float32
-    warps = max(1, min(16, block // 512))
     _quantize[(x.numel() // width,)](
-        x.contiguous(), values, scale, width, wide=wide, block=block, num_warps=warps, **launch_options()
+        x.contiguous(), values, scale, width, wide=wide, block=block, num_warps=row_warps(block), **launch_options()
     )
     return values, scale
 

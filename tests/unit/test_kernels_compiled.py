@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+
+from tests.unit.test_kernels_fused import printed
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,9 +27,6 @@ KERNELS = {
 def test_compiles_for_hopper(module: str) -> None:
     """Mutations tried, each red: a loop variable of `_softmax_rows` whose type changes in a branch, which the interpreter runs;
     prompts in tiles of 512 keys, loaded three ahead."""
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-O", "-m", "tests.unit.compiled", module]
-    done = subprocess.run(command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = {name for name, variants in json.loads(done.stdout).items() if variants}
+    variants = printed("-O", "-m", "tests.unit.compiled", module, interpret=False)
+    found = {name for name, count in variants.items() if count}
     assert found == KERNELS[module]

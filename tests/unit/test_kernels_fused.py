@@ -10,6 +10,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,19 +25,19 @@ LIMIT = {"fp64": 4e-15, "fp32": 2e-6, "bf16": 2.0**-5}
 each of up to four roundings of 2**-8."""
 
 
-@functools.cache
-def interpreted(module: str) -> dict[str, float | bool]:
-    """All cases in one process of the interpreter, which must be chosen before Triton is imported."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.unit.{module}"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+def printed(*arguments: str, interpret: bool) -> Any:
+    """The JSON that a process of Python prints: whether Triton interprets must be chosen before it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpret))}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, *arguments], env=environment, cwd=root, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@functools.cache
+def interpreted(module: str) -> dict[str, float | bool]:
+    """All cases in one process of the interpreter."""
+    return printed("-m", f"tests.unit.{module}", interpret=True)
 
 
 def near(found: dict[str, float | bool]) -> bool:
